@@ -1,0 +1,1 @@
+"""Envoy: its bootstrap, its endpoints over ADS, its process."""

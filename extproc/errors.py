@@ -1,0 +1,88 @@
+"""Every error a client can be told, in one catalogue; ``docs/behaviour.md`` shows it as a table (tested)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A kind of error: its machine-readable code, HTTP status, OpenAI error type and when it happens.
+
+    ``status`` None: the worker's own status is passed on.
+    """
+
+    code: str
+    status: int
+    when: str
+    retryable: bool = False
+
+    @property
+    def type(self) -> str:
+        """The ``error.type`` that OpenAI clients know for the status."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+def _catalogue(*faults: Fault) -> dict[str, Fault]:
+    return {fault.code: fault for fault in faults}
+
+
+CATALOGUE = _catalogue(
+    Fault("invalid_json", 400, "the body is empty, is not JSON, or is not a JSON object"),
+    Fault("invalid_type", 400, "a field that decides routing or splitting has the wrong type or an impossible value"),
+    Fault("missing_required_parameter", 400, "the API's prompt field is absent"),
+    Fault("duplicate_parameter", 400, "a field that decides routing or the handoff occurs twice in the body"),
+    Fault("unauthorized", 401, "`--api-key` is set and the request does not bear it"),
+    Fault("model_not_found", 404, "no registered worker serves the named model"),
+    Fault("not_found", 404, "no such path"),
+    Fault("method_not_allowed", 405, "the path exists but not with this method"),
+    Fault("payload_too_large", 413, "the body is larger than `--max-payload-size`"),
+    Fault("not_implemented", 501, "the API is not served by a prefill/decode fleet (embeddings, classify, audio)"),
+    Fault("no_available_workers", 503, "no usable prefill or no usable decode worker at this moment", retryable=True),
+    Fault("extproc_unavailable", 503, "Envoy cannot reach the ext_proc service", retryable=True),
+    Fault("draining", 503, "the gateway is shutting down and takes no new requests", retryable=True),
+    Fault("prefill_unreachable", 503, "the prefill worker refuses connections", retryable=True),
+    Fault("prefill_connection_lost", 502, "the prefill worker's connection broke before its answer was complete", retryable=True),
+    Fault("prefill_failed", 502, "the prefill worker answered with a 5xx status", retryable=True),
+    Fault("prefill_timeout", 504, "the prefill leg outlived `--request-timeout-secs`", retryable=True),
+    Fault("decode_unreachable", 503, "every candidate decode worker refuses connections", retryable=True),
+    Fault("decode_connection_lost", 502, "the decode worker's connection broke before its answer was complete", retryable=True),
+    Fault("decode_bad_reply", 502, "an answer that must be merged is not what the API promises"),
+    Fault("request_timeout", 504, "the request outlived `--request-timeout-secs`"),
+    Fault("internal_error", 500, "a defect in the gateway; the log has the traceback"),
+)
+
+
+def error_body(code: str, message: str, param: str | None = None, error_type: str | None = None) -> bytes:
+    """The JSON body of an error: ``{"error": {"type", "code", "message", "param"}}``."""
+    kind = error_type or CATALOGUE[code].type
+    return orjson.dumps({"error": {"type": kind, "code": code, "message": message, "param": param}})
+
+
+class GatewayError(Exception):
+    """An error that ends one request with a catalogue fault. ``retry_after`` is in seconds."""
+
+    def __init__(self, code: str, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.fault = CATALOGUE[code]
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> bytes:
+        """The JSON body to answer with."""
+        return error_body(self.fault.code, self.message, self.param)
+
+
+class InvalidUrlError(ValueError):
+    """A worker URL that cannot be used; ``reason`` says why."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url!r}: {reason}" if url else reason)
+        self.url = url
+        self.reason = reason

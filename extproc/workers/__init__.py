@@ -1,0 +1,1 @@
+"""Who can do the work: worker records, their registry, health and addresses."""

@@ -1,0 +1,103 @@
+"""A worker: one engine process that runs prefill legs, decode legs, or both kinds' helpers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from urllib.parse import urlsplit
+
+from extproc.errors import InvalidUrlError
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_SCHEMES = ("http", "https", "grpc", "grpcs", "ipc")
+
+
+class Role(Enum):
+    """What a worker does in a disaggregated fleet; the values are those of the control API's ``worker_type``."""
+
+    REGULAR = "regular"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODE = "encode"
+
+
+class Status(Enum):
+    """Where a worker is in its life. Only READY workers are given requests."""
+
+    PENDING = "pending"
+    READY = "ready"
+    NOT_READY = "not_ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUrl:
+    """A worker's base URL, parsed once: ``scheme://host[:port]`` with nothing behind it."""
+
+    scheme: str
+    host: str  # without brackets, lower case
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerUrl:
+        """Parse ``text``; raises InvalidUrlError with the peer's messages (smg config validation)."""
+        if not text:
+            raise InvalidUrlError(text, "URL cannot be empty")
+        if not text.startswith(tuple(f"{scheme}://" for scheme in _SCHEMES)):
+            raise InvalidUrlError(
+                text, "URL must start with a lowercase http://, https://, grpc://, grpcs://, or ipc:// scheme"
+            )
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise InvalidUrlError(text, f"URL must have a valid host ({error})") from None
+        if not host or any(c.isspace() for c in host):
+            raise InvalidUrlError(text, "URL must have a valid host")
+        if parts.scheme not in _DEFAULT_PORTS:
+            raise InvalidUrlError(text, f"{parts.scheme}:// workers are not served yet; use http:// or https://")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+            raise InvalidUrlError(text, "URL must be scheme://host[:port] without credentials, path, query or fragment")
+        if port == 0:
+            raise InvalidUrlError(text, "Port must be between 1 and 65535")
+        return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme])
+
+    @property
+    def bracketed_host(self) -> str:
+        """The host as it stands in a URL: an IPv6 address in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def authority(self) -> str:
+        """``host:port`` as it stands in a URL and in a ``Host`` header."""
+        return f"{self.bracketed_host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One registered worker. Mutable by the registry only; the request path reads it and counts ``load``."""
+
+    id: str
+    url: WorkerUrl
+    role: Role
+    model_ids: tuple[str, ...] = ()  # empty: serves any model (identity not known)
+    bootstrap_port: int | None = None
+    api_key: str | None = field(default=None, repr=False)
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = field(default_factory=dict)
+    runtime: str = "sglang"
+    status: Status = Status.PENDING
+    # "ip:port" under which Envoy knows the worker, IPv6 in brackets; None until the host name is resolved and Envoy
+    # has acknowledged an endpoint list that contains it.
+    endpoint: str | None = None
+    load: int = 0  # legs in flight that this process sent
+
+    @property
+    def usable(self) -> bool:
+        """May be given a request now."""
+        return self.status is Status.READY and self.endpoint is not None
