@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from urllib.parse import urlsplit
@@ -19,6 +20,9 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     ENCODE = "encode"
+
+    # Identity, in C: members are singletons, and Enum's own hash is a Python call that the request path would pay.
+    __hash__ = object.__hash__
 
 
 class Status(Enum):
@@ -96,6 +100,9 @@ class Worker:
     # has acknowledged an endpoint list that contains it.
     endpoint: str | None = None
     load: int = 0  # legs in flight that this process sent
+    reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
+    # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
+    cards: tuple[Mapping[str, object], ...] = ()
 
     @property
     def usable(self) -> bool:

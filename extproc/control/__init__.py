@@ -1,0 +1,1 @@
+"""The control API: workers, readiness, models, information; and the metrics page."""

@@ -1,0 +1,88 @@
+"""How a worker looks in the control API: the peer's WorkerInfo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from extproc.workers.registry import Registry
+from extproc.workers.worker import Role, Status, Worker
+
+# Accepted and echoed for the peer's clients: connecting is tried for as long as the worker is registered.
+_MAX_CONNECTION_ATTEMPTS = 20
+
+
+def worker_list(registry: Registry, model: str | None) -> dict[str, object]:
+    """``GET /workers``: all workers, or those that serve ``model``."""
+    shown = [worker for worker in registry if model is None or model in worker.model_ids]
+    return {
+        "workers": [worker_info(registry, worker) for worker in shown],
+        "total": len(shown),
+        "stats": {
+            "prefill_count": _count(shown, Role.PREFILL),
+            "decode_count": _count(shown, Role.DECODE),
+            "regular_count": _count(shown, Role.REGULAR),
+        },
+    }
+
+
+def worker_details(registry: Registry, worker: Worker) -> dict[str, object]:
+    """``GET /workers/{id}``: as in the list, and what is being done with the worker."""
+    info = worker_info(registry, worker)
+    job = _job(worker)
+    if job is not None:
+        kind, state = job
+        info["job_status"] = {
+            "job_type": kind,
+            "worker_url": str(worker.url),
+            "status": state,
+            "message": worker.reason or None,
+            "timestamp": int(registry.changed_at(worker)),
+        }
+    return info
+
+
+def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
+    """The worker's fields; those that say nothing are left out, and the API key always is."""
+    spec = registry.spec(worker)
+    health = {name: value for name, value in asdict(spec.health).items() if value is not None}
+    optional: dict[str, object] = {
+        "models": worker.cards,
+        "labels": worker.labels,
+        "bootstrap_port": worker.bootstrap_port,
+        "health": health,
+        # Ours: the peer says nothing of why a worker is out.
+        "status_reason": worker.reason,
+    }
+    return {
+        "id": worker.id,
+        **({"model_id": worker.model_ids[0]} if worker.model_ids else {}),
+        "url": str(worker.url),
+        "worker_type": worker.role.value,
+        "connection_mode": "http",
+        "runtime_type": worker.runtime,
+        "priority": worker.priority,
+        "cost": worker.cost,
+        "max_connection_attempts": _MAX_CONNECTION_ATTEMPTS,
+        **{name: value for name, value in optional.items() if value},
+        "is_healthy": worker.usable,
+        "status": worker.status.value,
+        "load": worker.load,
+        "http2": False,
+        "pd_pairing": f"{worker.runtime}/?/?",
+    }
+
+
+def _count(workers: Iterable[Worker], role: Role) -> int:
+    return sum(worker.role is role for worker in workers)
+
+
+def _job(worker: Worker) -> tuple[str, str] | None:
+    match worker.status:
+        case Status.PENDING:
+            return "AddWorker", "processing"
+        case Status.FAILED:
+            return "AddWorker", "failed"
+        case Status.DRAINING:
+            return "RemoveWorker", "processing"
+    return None

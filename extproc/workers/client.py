@@ -1,0 +1,124 @@
+"""Asking a worker something directly, past Envoy: probes, metadata, the few calls that are passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from yarl import URL
+
+from extproc.workers.worker import Worker
+
+_ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's HTTP answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Any 2xx."""
+        return 200 <= self.status < 300
+
+
+class NoAnswerError(Exception):
+    """The worker did not answer; the message says why."""
+
+
+class UnreachableError(NoAnswerError):
+    """There was no connection: refused, no route, reset before an answer, or TLS failed."""
+
+
+class WorkerClient:
+    """HTTP/1.1 to workers, one connection per question: a probe that reuses a connection would not see a dead listener.
+
+    ``tls`` is what ``https://`` workers are verified with; None is the system's trust store.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def get(self, worker: Worker, path: str, *, within: float, ip: str | None = None) -> Answer:
+        """``GET path`` of the worker, with its key as bearer; the whole answer must come ``within`` so many seconds.
+
+        ``ip`` None asks where Envoy sends the worker's requests. Redirects are not followed. Raises NoAnswerError.
+        """
+        session = self._open()
+        ip = ip or _ip_of(worker)
+        url = URL.build(scheme=worker.url.scheme, host=ip, port=worker.url.port).join(URL(path, encoded=True))
+        headers = {"host": worker.url.authority, "accept": "*/*"}
+        if worker.api_key:
+            headers["authorization"] = f"Bearer {worker.api_key}"
+        secure = worker.url.scheme == "https"
+        try:
+            async with session.get(
+                url,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=within),
+                ssl=(self._tls or True) if secure else True,
+                server_hostname=worker.url.host if secure else None,
+            ) as response:
+                body = await _read(response)
+                return Answer(response.status, response.headers.get("content-type", ""), body)
+        except TimeoutError:
+            raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            raise UnreachableError(f"GET {path}: {_cause(error)}") from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise NoAnswerError(f"GET {path}: {_cause(error)}") from None
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True, loop=asyncio.get_running_loop()),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=True,
+            )
+        return self._session
+
+
+def _ip_of(worker: Worker) -> str:
+    if worker.endpoint is None:
+        raise UnreachableError(f"worker {worker.url} has no address")
+    return worker.endpoint.rpartition(":")[0].strip("[]")
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > _ANSWER_LIMIT:
+            raise NoAnswerError(f"answer of more than {_ANSWER_LIMIT} bytes")
+    return bytes(body)
+
+
+def _cause(error: Exception) -> str:
+    """The system's own text where there is one: aiohttp's adds host, port and TLS settings, which the reader knows."""
+    inner = getattr(error, "os_error", None)
+    text = getattr(inner, "strerror", None) or getattr(error, "strerror", None) or str(error)
+    return text or type(error).__name__

@@ -1,0 +1,83 @@
+"""Keeping dead workers out: the monitor that watches every registered worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from extproc.workers.client import WorkerClient
+from extproc.workers.health_state import HealthSettings, Pace
+from extproc.workers.registry import Change, Registry
+from extproc.workers.resolver import Resolver
+from extproc.workers.watch import Watch
+from extproc.workers.worker import Status, Worker
+
+
+class Monitor:
+    """Watches every worker of ``registry``, those registered later too, from :meth:`start` to :meth:`stop`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        client: WorkerClient,
+        *,
+        settings: HealthSettings | None = None,
+        resolver: Resolver | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._registry = registry
+        self._client = client
+        self._settings = settings or HealthSettings()
+        self._resolver = resolver or Resolver()
+        self._pace = pace or Pace()
+        self._gate = asyncio.Semaphore(self._pace.concurrency)
+        self._watches: dict[str, Watch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._unsubscribe: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Begin watching. Needs a running event loop."""
+        self._unsubscribe = self._registry.subscribe(self._changed)
+        for worker in self._registry:
+            self._watch(worker)
+
+    async def stop(self) -> None:
+        """Stop watching; returns when no probe is under way."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+        for worker_id in tuple(self._watches):
+            self._forget(worker_id)
+        if self._ending:
+            await asyncio.wait(tuple(self._ending))
+
+    def report_unreachable(self, worker: Worker) -> None:
+        """The data path could not connect to ``worker``: look at it now rather than at the next interval.
+
+        Cheap and safe to call for every failed request.
+        """
+        watch = self._watches.get(worker.id)
+        if watch is not None:
+            watch.report_unreachable()
+
+    def _changed(self, worker: Worker, change: Change) -> None:
+        if change is Change.ADDED:
+            self._watch(worker)
+        elif worker.status is Status.DRAINING:
+            self._forget(worker.id)
+
+    def _watch(self, worker: Worker) -> None:
+        if worker.status is Status.DRAINING:
+            return
+        settings = self._settings.overridden(self._registry.spec(worker).health)
+        watch = Watch(worker, self._registry, self._client, self._resolver, settings, self._pace, self._gate)
+        self._watches[worker.id] = watch
+        self._tasks[worker.id] = asyncio.get_running_loop().create_task(watch.run(), name=f"watch-{worker.id}")
+
+    def _forget(self, worker_id: str) -> None:
+        if self._watches.pop(worker_id, None) is not None:
+            task = self._tasks.pop(worker_id)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)

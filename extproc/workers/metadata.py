@@ -1,0 +1,183 @@
+"""What a worker says of itself: models, engine settings, and whether it is the kind of worker it is registered as.
+
+SGLang: ``/v1/models``, ``/server_info`` and ``/model_info``; in older versions the latter two begin with ``get_``.
+The labels are those the peer shows for such a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import orjson
+
+from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.worker import Role
+
+_SERVER_LABELS = (
+    "model_path",
+    "tokenizer_path",
+    "served_model_name",
+    "tp_size",
+    "dp_size",
+    "pp_size",
+    "disaggregation_mode",
+    "max_total_tokens",
+    "max_running_requests",
+    "version",
+    "load_balance_method",
+    "is_embedding",
+)
+_MODEL_LABELS = (
+    "model_path",
+    "tokenizer_path",
+    "is_generation",
+    "has_image_understanding",
+    "has_audio_understanding",
+    "model_type",
+    "architectures",
+)
+# ``owned_by`` of /v1/models entries -> runtime
+_OWNERS = {"sglang": "sglang", "nvidia": "sglang", "vllm": "vllm"}
+_NOT_DISAGGREGATED = "null"  # what SGLang says of a server started without --disaggregation-mode
+_GENERATES = ("chat", "completions", "responses", "tools")
+
+
+class Ask(Protocol):
+    """``GET path`` of the worker in question; raises NoAnswerError."""
+
+    async def __call__(self, path: str) -> Answer: ...
+
+
+class MetadataError(Exception):
+    """The worker did not tell what it is, or told nonsense; worth another try later."""
+
+
+class MismatchError(Exception):
+    """The worker is not what it is registered as and must not be given requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What was found; empty and None where the worker does not say."""
+
+    model_ids: tuple[str, ...] = ()
+    cards: tuple[Mapping[str, object], ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    runtime: str | None = None
+    disaggregation_mode: str | None = None
+    bootstrap_port: int | None = None
+
+
+async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
+    """Ask a worker what it is. ``runtime``, if known, is believed over the worker.
+
+    Raises MetadataError when an answer fails to come or cannot be understood; a path that does not exist (404) is an
+    answer: the worker does not say.
+    """
+    models = _models(await _ask_json(ask, "/v1/models"))
+    runtime = runtime or _owner(models)
+    if runtime not in (None, "sglang"):
+        return _assemble(models, {}, {}, runtime)
+    server = await _ask_json(ask, "/server_info", "/get_server_info")
+    model = await _ask_json(ask, "/model_info", "/get_model_info")
+    return _assemble(models, server, model, runtime or ("sglang" if server else None))
+
+
+def check_role(role: Role, found: Metadata) -> None:
+    """Raise MismatchError when a worker of this kind cannot do what ``role`` asks of it."""
+    if found.runtime not in (None, "sglang"):
+        raise MismatchError(f"runtime {found.runtime} is not supported yet")
+    mode = found.disaggregation_mode
+    if mode is None:
+        return
+    if mode == _NOT_DISAGGREGATED:
+        if role is not Role.REGULAR:
+            raise MismatchError(
+                f"registered as {role.value}, but the server is not disaggregated (no --disaggregation-mode)"
+            )
+    elif mode != role.value:
+        raise MismatchError(f"registered as {role.value}, but the server's disaggregation_mode is {mode}")
+
+
+async def _ask_json(ask: Ask, *paths: str) -> Mapping[str, object]:
+    """The JSON object under the first of ``paths`` that exists; empty when none does."""
+    for path in paths:
+        try:
+            answer = await ask(path)
+        except NoAnswerError as error:
+            raise MetadataError(str(error)) from None
+        if answer.status in (404, 405, 501):
+            continue
+        if not answer.ok:
+            raise MetadataError(f"GET {path}: HTTP {answer.status}")
+        try:
+            value = orjson.loads(answer.body)
+        except orjson.JSONDecodeError as error:
+            raise MetadataError(f"GET {path}: not JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise MetadataError(f"GET {path}: not a JSON object")
+        return value
+    return {}
+
+
+def _models(listing: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
+    data = listing.get("data")
+    entries = data if isinstance(data, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"]]
+
+
+def _owner(models: Sequence[Mapping[str, object]]) -> str | None:
+    for entry in models:
+        owner = entry.get("owned_by")
+        if isinstance(owner, str) and owner in _OWNERS:
+            return _OWNERS[owner]
+    return None
+
+
+def _assemble(
+    models: Sequence[Mapping[str, object]],
+    server: Mapping[str, object],
+    model: Mapping[str, object],
+    runtime: str | None,
+) -> Metadata:
+    labels = {
+        **_labels(model, _MODEL_LABELS),
+        **_labels(server, _SERVER_LABELS),
+        **(_labels(models[0], ("max_model_len",)) if models else {}),
+    }
+    served = labels.get("served_model_name")
+    entries = models or ([{"id": served}] if served else [])
+    mode = server.get("disaggregation_mode", model.get("disaggregation_mode"))
+    port = server.get("disaggregation_bootstrap_port")
+    return Metadata(
+        model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in entries)),
+        cards=tuple(_card(entry, model) for entry in entries),
+        labels=labels,
+        runtime=runtime,
+        disaggregation_mode=mode if isinstance(mode, str) and mode else None,
+        bootstrap_port=port if isinstance(port, int) and 0 < port < 65536 else None,
+    )
+
+
+def _labels(source: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
+    return {name: _label(source[name]) for name in names if source.get(name) is not None}
+
+
+def _label(value: object) -> str:
+    """A label's text: strings as they are, everything else as JSON."""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _card(entry: Mapping[str, object], model: Mapping[str, object]) -> Mapping[str, object]:
+    card: dict[str, object] = {"id": entry["id"]}
+    if model.get("is_generation"):
+        card["model_type"] = list(_GENERATES)
+    known = {
+        "hf_model_type": model.get("model_type"),
+        "architectures": model.get("architectures"),
+        "context_length": entry.get("max_model_len"),
+        "tokenizer_path": model.get("tokenizer_path"),
+    }
+    return card | {name: value for name, value in known.items() if value is not None}

@@ -1,0 +1,372 @@
+"""All workers of the fleet: who is registered, who may be given requests, and what Envoy knows of them.
+
+The registry holds state and makes it consistent; it asks nobody anything itself. :mod:`extproc.workers.health` tells it
+addresses, states and identities. Everything happens on one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.identity import new_worker_id
+from extproc.workers.metadata import Metadata
+from extproc.workers.publication import Publish, Publisher
+from extproc.workers.readiness import Readiness, assess
+from extproc.workers.spec import WorkerSpec
+from extproc.workers.worker import Role, Status, Worker
+
+Subscriber = Callable[[Worker, "Change"], None]
+
+_logger = logging.getLogger(__name__)
+
+
+class Change(Enum):
+    """What a subscriber is told about a worker."""
+
+    ADDED = "added"
+    STATUS = "status"  # its status is another
+    IDENTITY = "identity"  # its models, labels, bootstrap port or runtime may be others
+    ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
+    REMOVED = "removed"  # gone: no request is under way to it and Envoy does not know it
+
+
+class WorkerExistsError(Exception):
+    """There is already a worker with this URL and role."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(f"Worker already exists at URL '{worker.url}' with ID {worker.id}")
+        self.worker = worker
+
+
+class EndpointTakenError(Exception):
+    """The worker's name resolves to an address that another worker of its role has."""
+
+    def __init__(self, address: str, holder: Worker) -> None:
+        super().__init__(f"{address} is already the {holder.role.value} worker {holder.url} ({holder.id})")
+        self.address = address
+        self.holder = holder
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    worker: Worker
+    spec: WorkerSpec
+    wanted: Endpoint | None = None  # where the worker is now
+    current: Endpoint | None = None  # what ``worker.endpoint`` says: acknowledged by Envoy
+    retired: list[Endpoint] = field(default_factory=list)  # earlier ones that requests under way may still name
+    leaving: bool = False
+    changed: float = 0.0  # time.time() of the last change of status
+
+    def endpoints(self) -> Iterator[Endpoint]:
+        """Everything of this worker that Envoy should know."""
+        if self.leaving:
+            return
+        if self.wanted is not None:
+            yield self.wanted
+        if self.current is not None:
+            yield self.current
+        yield from self.retired
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The usable workers of one role by model; made anew after every change, so a request pays two dict lookups."""
+
+    by_model: dict[str | None, tuple[Worker, ...]]
+    any_model: tuple[Worker, ...]  # those that serve whatever they are asked for
+
+
+class Registry:
+    """See the module. ``publish`` tells Envoy of endpoints and returns once Envoy has acknowledged them.
+
+    ``drain_limit`` (seconds) bounds the wait for requests under way when a worker is removed or moves;
+    ``drain_poll`` is how often their number is looked at.
+    """
+
+    def __init__(
+        self, publish: Publish, *, drain_limit: float = 180.0, drain_poll: float = 0.1, publish_retry: float = 5.0
+    ) -> None:
+        self._records: dict[str, _Record] = {}
+        self._by_url: dict[tuple[str, Role], _Record] = {}
+        self._indexes: dict[Role, _Index] = {}
+        self._models: dict[str, None] | None = None
+        self._readiness: Readiness | None = None
+        self._subscribers: list[Subscriber] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drain_limit = drain_limit
+        self._drain_poll = drain_poll
+        self._publisher = Publisher(
+            publish,
+            self._snapshot,
+            acknowledged=self._acknowledged,
+            refused=self._refused,
+            retry_delay=publish_retry,
+        )
+
+    # -- what the request path asks -------------------------------------------------------------------------------
+
+    def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
+        """The workers of ``role`` that may be given a request for ``model`` now; None asks for any model.
+
+        The tuple is the same object until something changes (measured: 0.12 µs).
+        """
+        index = self._indexes.get(role)
+        if index is None:
+            index = self._indexes[role] = self._build_index(role)
+        found = index.by_model.get(model)
+        return index.any_model if found is None else found
+
+    def knows_model(self, model: str) -> bool:
+        """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
+        return model in self._known() or any(not record.worker.model_ids for record in self._records.values())
+
+    # -- what the control API asks --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Worker]:
+        """Every registered worker in order of registration; safe against changes meanwhile."""
+        return iter([record.worker for record in self._records.values()])
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker with this id."""
+        record = self._records.get(worker_id)
+        return None if record is None else record.worker
+
+    def spec(self, worker: Worker) -> WorkerSpec:
+        """What was registered. Raises KeyError when the worker is gone."""
+        return self._records[worker.id].spec
+
+    def changed_at(self, worker: Worker) -> float:
+        """Unix time of the worker's last change of status. Raises KeyError when the worker is gone."""
+        return self._records[worker.id].changed
+
+    def models(self) -> tuple[str, ...]:
+        """Every model id that a registered worker, in whatever state, is known to serve."""
+        return tuple(self._known())
+
+    def readiness(self) -> Readiness:
+        """Whether a request could be served now, and if not, why."""
+        if self._readiness is None:
+            self._readiness = assess([record.worker for record in self._records.values()])
+        return self._readiness
+
+    # -- coming and going -----------------------------------------------------------------------------------------
+
+    def add(self, spec: WorkerSpec) -> Worker:
+        """Register a worker; it is PENDING until it has been found healthy.
+
+        The id belongs to URL and role for as long as the worker is registered, however often it fails meanwhile.
+        Raises WorkerExistsError.
+        """
+        key = (str(spec.url), spec.role)
+        if key in self._by_url:
+            raise WorkerExistsError(self._by_url[key].worker)
+        worker = Worker(
+            id=new_worker_id(),
+            url=spec.url,
+            role=spec.role,
+            model_ids=spec.model_ids,
+            bootstrap_port=spec.bootstrap_port,
+            api_key=spec.api_key,
+            priority=spec.priority,
+            cost=spec.cost,
+            labels=dict(spec.labels),
+            cards=spec.cards,
+        )
+        worker.runtime = spec.runtime or worker.runtime
+        record = _Record(worker, spec, changed=time.time())
+        self._records[worker.id] = self._by_url[key] = record
+        self._tell(worker, Change.ADDED)
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        """Give the worker no more requests, let those under way end, then forget it. Repeating it changes nothing."""
+        record = self._records.get(worker.id)
+        if record is None or worker.status is Status.DRAINING:
+            return
+        self._set_status(record, Status.DRAINING, "being removed")
+        self._spawn(self._drain(record), f"drain-{worker.id}")
+
+    def subscribe(self, callback: Subscriber) -> Callable[[], None]:
+        """Call ``callback`` at every change, at once and synchronously. Returns what ends the subscription."""
+        self._subscribers.append(callback)
+        return lambda: self._subscribers.remove(callback)
+
+    async def close(self) -> None:
+        """End everything under way. The workers stay as they are."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._publisher.close()
+
+    # -- what health checking tells -------------------------------------------------------------------------------
+
+    def set_status(self, worker: Worker, status: Status, reason: str = "") -> None:
+        """Set a worker's state and what is wrong with it. A worker that is draining or gone stays so."""
+        record = self._records.get(worker.id)
+        if record is not None and worker.status is not Status.DRAINING:
+            self._set_status(record, status, reason)
+
+    def describe(self, worker: Worker, found: Metadata) -> None:
+        """Take over what the worker said of itself, where the registration does not say otherwise."""
+        record = self._records.get(worker.id)
+        if record is None:
+            return
+        spec = record.spec
+        worker.labels = {**found.labels, **spec.labels}
+        worker.runtime = spec.runtime or found.runtime or worker.runtime
+        if not spec.cards:
+            worker.cards = found.cards
+            worker.model_ids = found.model_ids
+        if worker.role is Role.PREFILL and spec.bootstrap_port is None:
+            worker.bootstrap_port = found.bootstrap_port
+        self._tell(worker, Change.IDENTITY)
+
+    def place(self, worker: Worker, ip: str) -> None:
+        """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
+
+        Raises EndpointTakenError when another worker of the role is there; this worker is then nowhere.
+        """
+        record = self._records.get(worker.id)
+        if record is None or worker.status is Status.DRAINING:
+            return
+        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.scheme == "https")
+        if record.wanted == endpoint:
+            return
+        holder = self._holder(endpoint, record)
+        record.wanted = None if holder else endpoint
+        if holder is not None:
+            self._settle(record)
+        if worker.role in (Role.PREFILL, Role.DECODE):
+            self._publisher.request()
+        if holder is not None:
+            raise EndpointTakenError(endpoint.address, holder)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[str, None]:
+        if self._models is None:
+            self._models = dict.fromkeys(
+                model for record in self._records.values() for model in record.worker.model_ids
+            )
+        return self._models
+
+    def _build_index(self, role: Role) -> _Index:
+        usable = [r.worker for r in self._records.values() if r.worker.role is role and r.worker.usable]
+        models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
+        by_model: dict[str | None, tuple[Worker, ...]] = {
+            model: tuple(w for w in usable if not w.model_ids or model in w.model_ids) for model in models
+        }
+        by_model[None] = tuple(usable)
+        return _Index(by_model, tuple(w for w in usable if not w.model_ids))
+
+    def _set_status(self, record: _Record, status: Status, reason: str) -> None:
+        worker = record.worker
+        worker.reason = reason
+        if worker.status is status:
+            return
+        before, worker.status, record.changed = worker.status, status, time.time()
+        level = logging.INFO if status in (Status.READY, Status.DRAINING) else logging.WARNING
+        _logger.log(
+            level,
+            "%s worker %s: %s -> %s%s",
+            worker.role.value,
+            worker.url,
+            before.value,
+            status.value,
+            f" ({reason})" if reason else "",
+        )
+        self._tell(worker, Change.STATUS)
+
+    def _tell(self, worker: Worker, change: Change) -> None:
+        self._indexes = {}
+        self._models = None
+        self._readiness = None
+        for callback in tuple(self._subscribers):
+            try:
+                callback(worker, change)
+            except Exception:
+                _logger.exception("a subscriber of the worker registry failed")
+
+    def _holder(self, endpoint: Endpoint, applicant: _Record) -> Worker | None:
+        """Who else of the role is at the endpoint's address; retired addresses are free for others."""
+        for record in self._records.values():
+            if record is applicant or record.worker.role is not applicant.worker.role or record.leaving:
+                continue
+            if any(held is not None and held.address == endpoint.address for held in (record.wanted, record.current)):
+                return record.worker
+        return None
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(prefill=self._role_endpoints(Role.PREFILL), decode=self._role_endpoints(Role.DECODE))
+
+    def _role_endpoints(self, role: Role) -> tuple[Endpoint, ...]:
+        by_address: dict[str, Endpoint] = {}
+        for record in self._records.values():
+            if record.worker.role is role:
+                for endpoint in record.endpoints():
+                    by_address.setdefault(endpoint.address, endpoint)
+        return tuple(by_address.values())
+
+    def _acknowledged(self, snapshot: Snapshot) -> None:
+        known = {Role.PREFILL: frozenset(snapshot.prefill), Role.DECODE: frozenset(snapshot.decode)}
+        for record in tuple(self._records.values()):
+            if record.wanted in known.get(record.worker.role, ()):
+                self._settle(record)
+
+    def _settle(self, record: _Record) -> None:
+        """Make the wanted endpoint the current one; the one before stays with Envoy while requests may name it."""
+        if record.current == record.wanted:
+            return
+        former, record.current = record.current, record.wanted
+        record.worker.endpoint = record.current.address if record.current else None
+        if former is not None:
+            record.retired.append(former)
+            self._spawn(self._retire(record, former), f"retire-{former.address}")
+        self._tell(record.worker, Change.ENDPOINT)
+
+    def _refused(self, why: str) -> None:
+        for record in self._records.values():
+            if record.wanted != record.current and not record.worker.reason:
+                record.worker.reason = f"Envoy did not take its endpoint: {why}"
+
+    async def _drain(self, record: _Record) -> None:
+        worker = record.worker
+        await self._idle(worker)
+        record.leaving = True
+        record.current = record.wanted = worker.endpoint = None
+        await self._publisher.round()
+        del self._records[worker.id]
+        del self._by_url[str(worker.url), worker.role]
+        _logger.info("%s worker %s is removed", worker.role.value, worker.url)
+        self._tell(worker, Change.REMOVED)
+
+    async def _retire(self, record: _Record, endpoint: Endpoint) -> None:
+        await self._idle(record.worker)
+        record.retired.remove(endpoint)
+        self._publisher.request()
+
+    async def _idle(self, worker: Worker) -> None:
+        deadline = time.monotonic() + self._drain_limit
+        while worker.load > 0:
+            if time.monotonic() >= deadline:
+                _logger.warning(
+                    "worker %s still has %d requests after %g s", worker.url, worker.load, self._drain_limit
+                )
+                return
+            await asyncio.sleep(self._drain_poll)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,40 @@
+"""What an operator says of a worker when registering it, by flag or by ``POST /workers``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from extproc.workers.worker import Role, WorkerUrl
+
+
+@dataclass(frozen=True, slots=True)
+class HealthOverrides:
+    """Health settings of one worker; None takes the fleet's. Names and units are those of the control API."""
+
+    timeout_secs: float | None = None
+    check_interval_secs: float | None = None
+    success_threshold: int | None = None
+    failure_threshold: int | None = None
+    disable_health_check: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A registration. What is left out here is learnt from the worker (:mod:`extproc.workers.metadata`)."""
+
+    url: WorkerUrl
+    role: Role
+    cards: tuple[Mapping[str, object], ...] = ()  # model cards; their ``id`` decides which models the worker serves
+    bootstrap_port: int | None = None
+    api_key: str | None = field(default=None, repr=False)  # bearer for everything this gateway asks of the worker
+    priority: int = 50
+    cost: float = 1.0
+    labels: Mapping[str, str] = field(default_factory=dict)  # win over discovered labels of the same name
+    runtime: str | None = None  # None: find out
+    health: HealthOverrides = HealthOverrides()
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        """The models named at registration."""
+        return tuple(str(card["id"]) for card in self.cards)

@@ -1,0 +1,192 @@
+"""The loop over one worker: resolve its name, probe it, ask what it is, rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from contextlib import suppress
+
+from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.health_state import HealthSettings, HealthState, Pace
+from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_role, read_metadata
+from extproc.workers.registry import EndpointTakenError, Registry
+from extproc.workers.resolver import ResolveError, Resolver, literal
+from extproc.workers.worker import Role, Status, Worker
+
+_RANDOM = secrets.SystemRandom()
+_logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Tells the registry where one worker is, how it is and what it is. ``gate`` bounds looks under way at once."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        registry: Registry,
+        client: WorkerClient,
+        resolver: Resolver,
+        settings: HealthSettings,
+        pace: Pace,
+        gate: asyncio.Semaphore,
+    ) -> None:
+        self._worker = worker
+        self._spec = registry.spec(worker)
+        self._registry = registry
+        self._client = client
+        self._resolver = resolver
+        self._settings = settings
+        self._pace = pace
+        self._gate = gate
+        self._state = HealthState(settings)
+        self._wake = asyncio.Event()
+        # Where it is.
+        self._ip: str | None = None
+        self._lookup_trouble = ""
+        self._taken = ""
+        self._resolve_at = 0.0
+        # How it is.
+        self._probe_at = 0.0
+        self._probed_at = -math.inf
+        self._refused = False  # the last probe found no connection
+        self._reported = False  # the data path complained while a probe was under way
+        # What it is.
+        self._identified = False
+        self._identity_trouble = ""
+        self._identity_tries = 0
+
+    async def run(self) -> None:
+        """Look, rest, look again, until cancelled."""
+        while True:
+            try:
+                if time.monotonic() >= self._resolve_at:
+                    await self._locate()
+                if time.monotonic() >= self._probe_at:
+                    await self._look()
+            except Exception:
+                _logger.exception("watching worker %s failed; going on", self._worker.url)
+                self._resolve_at = self._probe_at = time.monotonic() + self._pace.seek
+            await self._rest(min(self._resolve_at, self._probe_at) - time.monotonic())
+
+    def report_unreachable(self) -> None:
+        """Bring the next probe of a READY worker forward, though not closer than ``Pace`` allows."""
+        if self._settings.enabled and self._state.status is Status.READY:
+            self._reported = True
+            self._probe_at = min(self._probe_at, self._probed_at + self._pace.report)
+            self._wake.set()
+
+    async def _locate(self) -> None:
+        url, before = self._worker.url, self._ip
+        self._lookup_trouble = self._taken = ""
+        try:
+            rejected = self._refused and self._state.status is not Status.READY
+            self._ip = await self._resolver.resolve(url.host, url.port, before, avoid=rejected)
+            self._registry.place(self._worker, self._ip)
+        except ResolveError as error:
+            self._lookup_trouble = f"{error}; keeping {before}" if before else str(error)
+        except EndpointTakenError as error:
+            self._taken = str(error)
+        if self._ip != before:
+            self._identified = False
+            self._probe_at = time.monotonic()
+        fixed = literal(url.host) is not None and not self._taken
+        self._resolve_at = math.inf if fixed else time.monotonic() + self._jittered(self._pace.resolve)
+
+    async def _look(self) -> None:
+        async with self._gate:
+            self._reported = False
+            before = self._state.status
+            reason = await self._examine()
+            status = self._state.status
+        if before is Status.READY and status is not Status.READY:
+            self._identified = False  # it may come back as another
+        self._registry.set_status(self._worker, status, reason)
+        self._probed_at = time.monotonic()
+        self._probe_at = self._probed_at + self._jittered(self._pause())
+        if self._refused or self._taken or self._ip is None:
+            self._resolve_at = min(self._resolve_at, self._probe_at)
+
+    async def _examine(self) -> str:
+        """Move the state on by one result; what is wrong, if anything, is returned."""
+        if self._taken:
+            self._state.unfit()
+            return self._taken
+        if self._ip is None:
+            self._state.failed()
+            return self._lookup_trouble
+        try:
+            if self._settings.enabled:
+                await self._probe()
+            self._refused = False
+            if not self._identified:
+                await self._identify()
+        except NoAnswerError as error:
+            self._refused = isinstance(error, UnreachableError)
+            self._state.failed()
+            return str(error)
+        except MismatchError as error:
+            self._state.unfit()
+            return str(error)
+        self._state.succeeded()
+        return "; ".join(filter(None, (self._lookup_trouble, self._identity_trouble)))
+
+    async def _probe(self) -> None:
+        answer = await self._get(self._settings.endpoint)
+        if not answer.ok:
+            raise NoAnswerError(f"GET {self._settings.endpoint}: HTTP {answer.status}")
+
+    async def _identify(self) -> None:
+        """Ask the worker what it is. One that does not say serves anything, and is asked again."""
+        self._identity_tries += 1
+        try:
+            found = await read_metadata(self._get, self._spec.runtime)
+        except MetadataError as error:
+            self._identity_trouble = f"cannot learn what it serves: {error}"
+            return
+        check_role(self._worker.role, found)
+        self._identified = True
+        self._identity_tries = 0
+        self._identity_trouble = self._contradiction(found)
+        if self._identity_trouble:
+            _logger.warning("worker %s: %s", self._worker.url, self._identity_trouble)
+        self._registry.describe(self._worker, found)
+
+    def _contradiction(self, found: Metadata) -> str:
+        registered, own = self._spec.bootstrap_port, found.bootstrap_port
+        if self._worker.role is Role.PREFILL and registered is not None and own is not None and registered != own:
+            return f"registered with bootstrap port {registered}, but the server says {own}"
+        return ""
+
+    async def _get(self, path: str) -> Answer:
+        if self._ip is None:
+            raise UnreachableError("address not known")
+        return await self._client.get(self._worker, path, within=self._settings.timeout, ip=self._ip)
+
+    def _pause(self) -> float:
+        """Seconds until the next look."""
+        settings, pace, state = self._settings, self._pace, self._state
+        if state.status is not Status.READY:
+            return self._backoff(state.failures)
+        if self._reported:
+            return pace.report
+        if state.failures:
+            return min(settings.interval, pace.confirm if self._refused else pace.seek)
+        if not self._identified:
+            return self._backoff(self._identity_tries)
+        return settings.interval if settings.enabled else math.inf
+
+    def _backoff(self, tries: int) -> float:
+        return min(self._settings.interval, self._pace.seek * self._pace.seek_growth ** min(tries, 64))
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * (1 + _RANDOM.uniform(-self._pace.jitter, self._pace.jitter))
+
+    async def _rest(self, seconds: float) -> None:
+        self._wake.clear()
+        if seconds > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if seconds == math.inf else seconds):
+                    await self._wake.wait()
