@@ -1,0 +1,52 @@
+"""Envoy's admin interface, as far as we use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+
+class EnvoyAdmin:
+    """A client of the admin port on loopback. Every method raises ``aiohttp.ClientError`` or ``TimeoutError``."""
+
+    def __init__(self, host: str, port: int, timeout: float = 2.0) -> None:
+        self._base = f"http://{host}:{port}"
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout))
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._session.close()
+
+    async def is_ready(self) -> bool:
+        """Envoy has its first endpoints (or has waited for them long enough) and serves."""
+        async with self._session.get(f"{self._base}/ready") as response:
+            return response.status == 200
+
+    async def listeners(self) -> dict[str, tuple[str, int]]:
+        """Bound TCP addresses by listener name."""
+        async with self._session.get(f"{self._base}/listeners?format=json") as response:
+            statuses = (await response.json())["listener_statuses"]
+        found = {}
+        for status in statuses:
+            if bound := status["local_address"].get("socket_address"):
+                found[status["name"]] = (bound["address"], bound["port_value"])
+        return found
+
+    async def clusters(self) -> Any:
+        """``/clusters?format=json``: per host requests active, total and failed, failed connections, health flags."""
+        async with self._session.get(f"{self._base}/clusters?format=json") as response:
+            return await response.json()
+
+    async def gauge(self, name: str) -> int:
+        """One counter or gauge; 0 when Envoy has none of that name."""
+        query = {"filter": f"^{name}$", "format": "json"}
+        async with self._session.get(f"{self._base}/stats", params=query) as response:
+            stats = (await response.json())["stats"]
+        return next((int(stat["value"]) for stat in stats if stat.get("name") == name), 0)
+
+    async def begin_draining(self) -> None:
+        """Accept no new connections; announce the end on those that are open with their next answer."""
+        for path in ("/healthcheck/fail", "/drain_listeners"):
+            async with self._session.post(self._base + path) as response:
+                response.raise_for_status()

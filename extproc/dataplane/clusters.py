@@ -1,0 +1,242 @@
+"""Where Envoy sends: the two role clusters, and the service's own three."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakers,
+    CircuitBreakersThresholds,
+    Cluster,
+    ClusterDiscoveryType,
+    ClusterDnsLookupFamily,
+    ClusterEdsClusterConfig,
+    ClusterTransportSocketMatch,
+    LoadBalancingPolicy,
+    LoadBalancingPolicyPolicy,
+    UpstreamConnectionOptions,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    AggregatedConfigSource,
+    ApiVersion,
+    ConfigSource,
+    DataSource,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    TcpKeepalive,
+    TransportSocket,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    HttpProtocolOptions as CommonHttpOptions,
+)
+from envoy_data_plane.envoy.config.endpoint.v3 import (
+    ClusterLoadAssignment,
+    Endpoint,
+    LbEndpoint,
+    LocalityLbEndpoints,
+)
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
+    OverrideHost,
+    OverrideHostOverrideHostSource,
+)
+from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin.v3 import RoundRobin
+from envoy_data_plane.envoy.extensions.load_balancing_policies.subset.v3 import (
+    Subset,
+    SubsetLbSubsetFallbackPolicy,
+    SubsetLbSubsetSelector,
+)
+from envoy_data_plane.envoy.extensions.transport_sockets.raw_buffer.v3 import RawBuffer
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CertificateValidationContext,
+    CommonTlsContext,
+    UpstreamTlsContext,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions,
+    HttpProtocolOptionsExplicitHttpConfig,
+)
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+
+from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.dataplane.messages import (
+    any_of,
+    extension,
+    is_unix,
+    parse_address,
+    seconds,
+    split_host_port,
+    struct,
+)
+from extproc.dataplane.names import (
+    ADS_CLUSTER,
+    CONTROL_CLUSTER,
+    DESTINATION,
+    EXTPROC_CLUSTER,
+    METADATA_NAMESPACE,
+)
+
+if TYPE_CHECKING:
+    from extproc.dataplane.config import DataplaneConfig
+
+_HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_UNLIMITED = 1_000_000_000
+_NO_CERTIFICATE_HAS_THIS_HASH = "00" * 32
+
+
+def clusters(config: DataplaneConfig) -> list[Cluster]:
+    """Every cluster of the bootstrap."""
+    return [
+        _role_cluster(PREFILL_CLUSTER, config),
+        _role_cluster(DECODE_CLUSTER, config),
+        _service_cluster(EXTPROC_CLUSTER, config.extproc, _http2()),
+        _service_cluster(ADS_CLUSTER, config.ads, _http2()),
+        _service_cluster(CONTROL_CLUSTER, config.control, _http1(config.upstream_idle_timeout)),
+    ]
+
+
+def _role_cluster(name: str, config: DataplaneConfig) -> Cluster:
+    """Workers of one role; they come and go by ADS.
+
+    There is no outlier detection and no active health check: the service alone decides who is usable, and an engine
+    that answers 500 to one bad prompt must not vanish behind the decision's back. A worker that cannot be connected
+    to is skipped by the retry over the ordered destination list.
+    """
+    return Cluster(
+        name=name,
+        type=ClusterDiscoveryType.EDS,
+        eds_cluster_config=ClusterEdsClusterConfig(
+            eds_config=ConfigSource(
+                ads=AggregatedConfigSource(),
+                resource_api_version=ApiVersion.V3,
+                # Envoy listens at the latest after this time when the service is not there yet: a JSON 503 is a
+                # clearer answer than a refused connection.
+                initial_fetch_timeout=seconds(2),
+            )
+        ),
+        connect_timeout=seconds(config.connect_timeout),
+        circuit_breakers=_no_circuit_breakers(),
+        load_balancing_policy=_named_hosts_only(),
+        typed_extension_protocol_options={_HTTP_OPTIONS: any_of(_http1(config.upstream_idle_timeout))},
+        transport_socket_matches=_transport_sockets(config.ca_file),
+        upstream_connection_options=_keepalive(),
+    )
+
+
+def _service_cluster(name: str, address: str, options: HttpProtocolOptions) -> Cluster:
+    return Cluster(
+        name=name,
+        type=ClusterDiscoveryType.STATIC if _is_literal(address) else ClusterDiscoveryType.STRICT_DNS,
+        dns_lookup_family=ClusterDnsLookupFamily.ALL if not _is_literal(address) else ClusterDnsLookupFamily.AUTO,
+        connect_timeout=seconds(1),
+        circuit_breakers=_no_circuit_breakers(),
+        typed_extension_protocol_options={_HTTP_OPTIONS: any_of(options)},
+        upstream_connection_options=None if is_unix(address) else _keepalive(),
+        load_assignment=ClusterLoadAssignment(
+            cluster_name=name,
+            endpoints=[
+                LocalityLbEndpoints(
+                    lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=parse_address(address)))],
+                )
+            ],
+        ),
+    )
+
+
+def _is_literal(address: str) -> bool:
+    if is_unix(address):
+        return True
+    try:
+        ipaddress.ip_address(split_host_port(address)[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _named_hosts_only() -> LoadBalancingPolicy:
+    """Send to the hosts that the request names, in their order, and to nobody else.
+
+    The policy insists on a fallback for an unknown host and for a used-up list; this one finds no host, ever: it looks
+    for a subset by a key that no request has, and falls back to nothing.
+    """
+    nobody = Subset(
+        fallback_policy=SubsetLbSubsetFallbackPolicy.NO_FALLBACK,
+        subset_selectors=[SubsetLbSubsetSelector(keys=["never"])],
+        subset_lb_policy=_policy("envoy.load_balancing_policies.round_robin", RoundRobin()),
+    )
+    named = OverrideHost(
+        override_host_sources=[
+            OverrideHostOverrideHostSource(
+                metadata=MetadataKey(key=METADATA_NAMESPACE, path=[MetadataKeyPathSegment(key=DESTINATION)])
+            )
+        ],
+        fallback_policy=_policy("envoy.load_balancing_policies.subset", nobody),
+    )
+    return _policy("envoy.load_balancing_policies.override_host", named)
+
+
+def _policy(name: str, message: OverrideHost | Subset | RoundRobin) -> LoadBalancingPolicy:
+    return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=extension(name, message))])
+
+
+def _transport_sockets(ca_file: str | None) -> list[ClusterTransportSocketMatch]:
+    """TLS for endpoints whose metadata says so (see ads.py), plain TCP for the others."""
+    if ca_file is None:
+        validation = CertificateValidationContext(verify_certificate_hash=[_NO_CERTIFICATE_HAS_THIS_HASH])
+    else:
+        validation = CertificateValidationContext(trusted_ca=DataSource(filename=ca_file))
+    tls = UpstreamTlsContext(
+        common_tls_context=CommonTlsContext(validation_context=validation),
+        auto_host_sni=True,
+        auto_sni_san_validation=True,
+    )
+    return [
+        ClusterTransportSocketMatch(
+            name="tls",
+            match=struct(tls=True),
+            transport_socket=TransportSocket(name="envoy.transport_sockets.tls", typed_config=any_of(tls)),
+        ),
+        ClusterTransportSocketMatch(
+            name="plain",
+            match=struct(),
+            transport_socket=TransportSocket(
+                name="envoy.transport_sockets.raw_buffer", typed_config=any_of(RawBuffer())
+            ),
+        ),
+    ]
+
+
+def _no_circuit_breakers() -> CircuitBreakers:
+    """Envoy's defaults (1024 connections and requests, 3 retries at once) would be limits nobody asked for."""
+    return CircuitBreakers(
+        thresholds=[
+            CircuitBreakersThresholds(
+                max_connections=_UNLIMITED,
+                max_pending_requests=_UNLIMITED,
+                max_requests=_UNLIMITED,
+                max_retries=_UNLIMITED,
+            )
+        ]
+    )
+
+
+def _keepalive() -> UpstreamConnectionOptions:
+    """Notice within a minute that a peer's machine is gone, while a leg waits in silence."""
+    return UpstreamConnectionOptions(
+        tcp_keepalive=TcpKeepalive(keepalive_probes=3, keepalive_time=30, keepalive_interval=10)
+    )
+
+
+def _http1(idle_timeout: float) -> HttpProtocolOptions:
+    return HttpProtocolOptions(
+        common_http_protocol_options=CommonHttpOptions(idle_timeout=seconds(idle_timeout)),
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
+    )
+
+
+def _http2() -> HttpProtocolOptions:
+    return HttpProtocolOptions(
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+            http2_protocol_options=Http2ProtocolOptions(max_concurrent_streams=2**31 - 1)
+        ),
+    )

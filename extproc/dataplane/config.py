@@ -1,0 +1,50 @@
+"""All inputs of the Envoy configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEBIAN_CA_FILE = "/etc/ssl/certs/ca-certificates.crt"
+
+# Envoy's own timers must never fire before ours: they would take the answer out of our hands.
+_BEHIND_OURS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DataplaneConfig:
+    """What Envoy must know.
+
+    Addresses are ``unix:/path`` or ``host:port`` (IPv6 host in brackets), times are in seconds.
+    """
+
+    extproc: str  # ext_proc gRPC service
+    ads: str  # ADS gRPC service
+    control: str  # control API, HTTP/1.1
+    egress: str  # where Envoy listens for legs from the ext_proc service; a unix socket, so that only it can send
+    client_host: str = "0.0.0.0"  # noqa: S104  # a gateway serves the network unless told otherwise, like the peer
+    client_port: int = 30000  # 0: any free port, see EnvoyProcess.client_address
+    admin_port: int = 9901  # on 127.0.0.1 only; 0: any free port
+    request_timeout: float = 1800.0
+    max_payload_bytes: int = 512 * 1024 * 1024
+    concurrency: int | None = None  # Envoy's worker threads; None: one per core
+    connect_timeout: float = 2.0
+    # Below the 5 s after which uvicorn (SGLang, vLLM) closes an idle connection: a request is never sent into a
+    # connection that the worker is just closing.
+    upstream_idle_timeout: float = 3.0
+    max_failovers: int = 8  # further workers of the ordered destination list that are tried when one is unreachable
+    ca_file: str | None = DEBIAN_CA_FILE  # trusted for https:// workers; None: no https:// worker is ever trusted
+    access_log: bool = False  # one JSON line per client request on Envoy's stdout
+
+    @property
+    def idle_timeout(self) -> float:
+        """Silence after which Envoy gives up a stream by itself: the safety net behind our own deadlines."""
+        return self.request_timeout + _BEHIND_OURS
+
+
+# Envoy and the service in containers of their own that share a volume for the egress socket; envoy/standalone.yaml.
+STANDALONE = DataplaneConfig(
+    extproc="extproc:50051",
+    ads="extproc:50052",
+    control="extproc:50053",
+    egress="unix:/var/run/pd-extproc/egress.sock",
+)

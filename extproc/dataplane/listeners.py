@@ -1,0 +1,190 @@
+"""Where Envoy listens: the client port and the egress socket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
+from envoy_data_plane.envoy.config.core.v3 import (
+    Address,
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    HttpProtocolOptions,
+    TypedExtensionConfig,
+)
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import (
+    Config as HeaderToMetadata,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import (
+    ConfigKeyValuePair,
+    ConfigRule,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpConnectionManagerCodecType,
+    HttpConnectionManagerPathWithEscapedSlashesAction,
+    HttpConnectionManagerServerHeaderTransformation,
+    HttpFilter,
+)
+from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
+    HeaderMutation as EarlyHeaderMutation,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+
+from extproc.dataplane.access_log import client_access_log
+from extproc.dataplane.local_replies import client_replies, egress_replies
+from extproc.dataplane.messages import any_of, extension, parse_address, seconds, socket_address
+from extproc.dataplane.names import (
+    CLIENT_LISTENER,
+    DESTINATION,
+    EGRESS_LISTENER,
+    EXTPROC_CLUSTER,
+    METADATA_NAMESPACE,
+    OUR_PREFIX,
+)
+from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
+
+if TYPE_CHECKING:
+    from extproc.dataplane.config import DataplaneConfig
+
+_MAX_STREAMS = 2**31 - 1
+_EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users
+_EXT_PROC_LONGEST_MESSAGE_TIMEOUT = 3600.0  # Envoy's own validation
+
+
+def client_listener(config: DataplaneConfig) -> Listener:
+    """The port clients talk to: HTTP/1.1 and HTTP/2 in the clear, told apart by the first bytes."""
+    manager = HttpConnectionManager(
+        stat_prefix=CLIENT_LISTENER,
+        codec_type=HttpConnectionManagerCodecType.AUTO,
+        http_protocol_options=Http1ProtocolOptions(accept_http_10=True, default_host_for_http_10="localhost"),
+        http2_protocol_options=Http2ProtocolOptions(
+            max_concurrent_streams=_MAX_STREAMS, override_stream_error_on_invalid_http_message=True
+        ),
+        route_config=client_routes(config),
+        http_filters=[_http_filter(EXT_PROC_FILTER, _ext_proc(config)), _router()],
+        stream_idle_timeout=seconds(config.idle_timeout),
+        use_remote_address=True,  # x-forwarded-for gets the client's address
+        early_header_mutation_extensions=[_strip_control_headers()],
+        local_reply_config=client_replies(),
+        access_log=client_access_log() if config.access_log else [],
+    )
+    _leave_alone(manager)
+    return _listener(CLIENT_LISTENER, socket_address(config.client_host, config.client_port), manager)
+
+
+def egress_listener(config: DataplaneConfig) -> Listener:
+    """The socket the service sends its legs to: HTTP/2 with as many streams and as much window as it likes."""
+    manager = HttpConnectionManager(
+        stat_prefix=EGRESS_LISTENER,
+        codec_type=HttpConnectionManagerCodecType.HTTP2,
+        http2_protocol_options=Http2ProtocolOptions(
+            max_concurrent_streams=_MAX_STREAMS,
+            initial_stream_window_size=16 * 1024 * 1024,
+            initial_connection_window_size=256 * 1024 * 1024,
+            # One odd header in one leg must not cost all the others their connection.
+            override_stream_error_on_invalid_http_message=True,
+        ),
+        # The service adds headers to those that the client's listener has let in.
+        max_request_headers_kb=1024,
+        common_http_protocol_options=HttpProtocolOptions(max_headers_count=1000, idle_timeout=seconds(0)),
+        route_config=egress_routes(config),
+        http_filters=[_http_filter("header_to_metadata", _destination_to_metadata()), _router()],
+        stream_idle_timeout=seconds(config.idle_timeout),
+        local_reply_config=egress_replies(),
+    )
+    _leave_alone(manager)
+    return _listener(EGRESS_LISTENER, parse_address(config.egress, mode=_EGRESS_SOCKET_MODE), manager)
+
+
+def _listener(name: str, address: Address, manager: HttpConnectionManager) -> Listener:
+    return Listener(
+        name=name,
+        address=address,
+        filter_chains=[
+            FilterChain(
+                filters=[Filter(name="envoy.filters.network.http_connection_manager", typed_config=any_of(manager))]
+            )
+        ],
+    )
+
+
+def _leave_alone(manager: HttpConnectionManager) -> None:
+    """Switch off what Envoy would change in a request or an answer by itself."""
+    manager.generate_request_id = False
+    manager.preserve_external_request_id = True
+    manager.server_header_transformation = HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH
+    manager.normalize_path = False
+    manager.path_with_escaped_slashes_action = HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED
+
+
+def _ext_proc(config: DataplaneConfig) -> ExternalProcessor:
+    """One stream per request, open from its first byte to the answer's last, and no message per chunk of the answer."""
+    send = ProcessingModeHeaderSendMode.SEND
+    return ExternalProcessor(
+        grpc_service=GrpcService(
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER, skip_envoy_headers=True),
+            timeout=seconds(0),
+        ),
+        failure_mode_allow=False,
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+        # The request side has no timer in this mode; this one is for the answer's headers and trailers.
+        message_timeout=seconds(min(config.idle_timeout, _EXT_PROC_LONGEST_MESSAGE_TIMEOUT)),
+        allow_content_length_header=True,
+        metadata_options=MetadataOptions(
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])
+        ),
+        processing_mode=ProcessingMode(
+            request_header_mode=send,
+            request_body_mode=ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED,
+            request_trailer_mode=send,
+            response_header_mode=send,
+            response_body_mode=ProcessingModeBodySendMode.NONE,
+            response_trailer_mode=send,
+        ),
+    )
+
+
+def _destination_to_metadata() -> HeaderToMetadata:
+    return HeaderToMetadata(
+        request_rules=[
+            ConfigRule(
+                header=DESTINATION,
+                on_header_present=ConfigKeyValuePair(metadata_namespace=METADATA_NAMESPACE, key=DESTINATION),
+                remove=True,
+            )
+        ]
+    )
+
+
+def _strip_control_headers() -> TypedExtensionConfig:
+    """Take from clients what would steer Envoy or be taken for our own: before routes and filters see it."""
+    prefixes = [
+        HeaderMutation(remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=StringMatcher(prefix=prefix)))
+        for prefix in (OUR_PREFIX, "x-envoy-")
+    ]
+    return extension(
+        "envoy.http.early_header_mutation.header_mutation",
+        EarlyHeaderMutation(mutations=[HeaderMutation(remove=DESTINATION), *prefixes]),
+    )
+
+
+def _router() -> HttpFilter:
+    return _http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True))
+
+
+def _http_filter(name: str, message: ExternalProcessor | HeaderToMetadata | Router) -> HttpFilter:
+    return HttpFilter(name=name, typed_config=any_of(message))

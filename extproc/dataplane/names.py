@@ -1,0 +1,33 @@
+"""Names shared by the data plane and whoever talks through it: headers, metadata, clusters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Where a request goes: an ordered, comma-separated list of "ip:port". A header on the egress listener (Envoy removes
+# it), dynamic metadata of the same name on the client listener. The Gateway API Inference Extension named it.
+DESTINATION: Final = "x-gateway-destination-endpoint"
+METADATA_NAMESPACE: Final = "envoy.lb"
+
+# Egress only: which role cluster the destination belongs to, PREFILL_CLUSTER or DECODE_CLUSTER. Removed by the route.
+CLUSTER: Final = "x-pd-cluster"
+
+# Response header on answers of workers: "ip:port" of the one that really answered, after any fail-over.
+UPSTREAM: Final = "x-pd-upstream"
+
+# Response header of the egress listener on answers that Envoy made up itself; the value holds Envoy's response flags
+# ("UF", "UH", "UC" ...). A worker's own header of this name never gets through.
+LOCAL_REPLY: Final = "x-pd-local-reply"
+
+# Response header on every error the gateway made: a code of extproc.errors.CATALOGUE. Never a worker's.
+ERROR_CODE: Final = "x-pd-error-code"
+
+# Clients may not send headers with this prefix.
+OUR_PREFIX: Final = "x-pd-"
+
+EXTPROC_CLUSTER: Final = "extproc"
+ADS_CLUSTER: Final = "ads"
+CONTROL_CLUSTER: Final = "control"
+
+CLIENT_LISTENER: Final = "clients"
+EGRESS_LISTENER: Final = "egress"

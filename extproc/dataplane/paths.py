@@ -1,0 +1,53 @@
+"""The paths of the client port: which of them are inference, which belong to the control API, which are not served.
+
+One table for both sides: Envoy's routes are built from it, and the code behind them relies on it. Query strings never
+take part in the match.
+"""
+
+from __future__ import annotations
+
+# POST only. The decode worker answers the client.
+DECODE_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/generate",
+    "/v1/messages",
+    "/v1/responses",
+)
+
+# POST only. One prefill worker answers, nothing is handed over. `/rerank` becomes `/v1/rerank` in the ext_proc service.
+PREFILL_PATHS = (
+    "/v1/rerank",
+    "/rerank",
+    "/v1/messages/count_tokens",
+)
+
+INFERENCE_PATHS = DECODE_PATHS + PREFILL_PATHS
+
+# Any method. Answered with 501: a prefill/decode fleet has no worker for them.
+NOT_IMPLEMENTED_PATHS = (
+    "/v1/embeddings",
+    "/v1/classify",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
+)
+
+# Any method; the control API answers wrong ones itself. `/metrics` has its own port.
+CONTROL_PATHS = (
+    "/workers",
+    "/readiness",
+    "/health",
+    "/liveness",
+    "/health_generate",
+    "/v1/models",
+    "/get_loads",
+    "/flush_cache",
+    "/get_server_info",
+    "/get_model_info",
+    "/server_info",
+    "/model_info",
+    "/openapi.json",
+)
+CONTROL_PREFIXES = ("/workers/", "/v1/models/")

@@ -1,0 +1,159 @@
+"""Which path goes where, on the client listener and on the egress listener."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    HeaderMatcher,
+    RetryPolicy,
+    RetryPolicyRetryBackOff,
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcPerRoute
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+
+from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.dataplane.messages import any_of, inline, seconds, set_header
+from extproc.dataplane.names import (
+    CLIENT_LISTENER,
+    CLUSTER,
+    CONTROL_CLUSTER,
+    EGRESS_LISTENER,
+    ERROR_CODE,
+    LOCAL_REPLY,
+    UPSTREAM,
+)
+from extproc.dataplane.paths import (
+    CONTROL_PATHS,
+    CONTROL_PREFIXES,
+    DECODE_PATHS,
+    INFERENCE_PATHS,
+    NOT_IMPLEMENTED_PATHS,
+    PREFILL_PATHS,
+)
+from extproc.errors import CATALOGUE, error_body
+
+if TYPE_CHECKING:
+    from envoy_data_plane.google.protobuf import Any
+
+    from extproc.dataplane.config import DataplaneConfig
+
+EXT_PROC_FILTER = "ext_proc"
+
+# Room for what a handoff adds to a body, so that a body of the permitted size can still be sent to the next worker.
+_BODY_ADDITIONS = 1024 * 1024
+
+
+def client_routes(config: DataplaneConfig) -> RouteConfiguration:
+    """The client port: see paths.py. The ext_proc filter is on for inference only."""
+    routes = [
+        *(_worker_route(path, DECODE_CLUSTER) for path in DECODE_PATHS),
+        *(_worker_route(path, PREFILL_CLUSTER) for path in PREFILL_PATHS),
+        *(_control_route(RouteMatch(path=path)) for path in CONTROL_PATHS),
+        *(_control_route(RouteMatch(prefix=prefix)) for prefix in CONTROL_PREFIXES),
+        *(_wrong_method(path) for path in INFERENCE_PATHS),
+        *(_not_implemented(path) for path in NOT_IMPLEMENTED_PATHS),
+        _refusal(RouteMatch(prefix="/"), "not_found", "no such path"),
+    ]
+    return RouteConfiguration(
+        name=CLIENT_LISTENER,
+        virtual_hosts=[_virtual_host(CLIENT_LISTENER, routes, config)],
+        response_headers_to_remove=[LOCAL_REPLY],
+    )
+
+
+def egress_routes(config: DataplaneConfig) -> RouteConfiguration:
+    """Legs of the service: the role cluster by header; which worker, the destination says."""
+    return RouteConfiguration(
+        name=EGRESS_LISTENER,
+        virtual_hosts=[
+            _virtual_host(EGRESS_LISTENER, [_egress_route(PREFILL_CLUSTER), _egress_route(DECODE_CLUSTER)], config)
+        ],
+    )
+
+
+def _virtual_host(name: str, routes: list[Route], config: DataplaneConfig) -> VirtualHost:
+    """Every worker route may go on to the next host of the destination list.
+
+    Only a connection that never came about is retried: then no worker has seen anything of the request. A request
+    that was sent is never sent again, because a worker may have begun it (its handoff's room would be used twice).
+    """
+    return VirtualHost(
+        name=name,
+        domains=["*"],
+        routes=routes,
+        retry_policy=RetryPolicy(
+            retry_on="connect-failure,refused-stream",
+            num_retries=config.max_failovers,
+            retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.001), max_interval=seconds(0.001)),
+        ),
+        # What was sent of the body is kept for the next host up to this size; Envoy's default of 1 MB would let larger
+        # requests fail with the first host.
+        request_body_buffer_limit=min(config.max_payload_bytes + _BODY_ADDITIONS, 2**32 - 1),
+    )
+
+
+def _to_worker(cluster: str) -> RouteAction:
+    return RouteAction(cluster=cluster, timeout=seconds(0), auto_host_rewrite=True)
+
+
+def _worker_route(path: str, cluster: str) -> Route:
+    return Route(
+        match=RouteMatch(path=path, headers=[_header(":method", "POST")]),
+        route=_to_worker(cluster),
+        response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
+        response_headers_to_remove=[ERROR_CODE],
+    )
+
+
+def _egress_route(cluster: str) -> Route:
+    return Route(
+        match=RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]),
+        route=_to_worker(cluster),
+        request_headers_to_remove=[CLUSTER],
+        response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
+        response_headers_to_remove=[ERROR_CODE, LOCAL_REPLY],
+    )
+
+
+def _control_route(match: RouteMatch) -> Route:
+    return Route(
+        match=match,
+        route=RouteAction(cluster=CONTROL_CLUSTER, timeout=seconds(0)),
+        typed_per_filter_config=_without_ext_proc(),
+    )
+
+
+def _wrong_method(path: str) -> Route:
+    route = _refusal(RouteMatch(path=path), "method_not_allowed", "this path takes POST only")
+    route.response_headers_to_add.append(set_header("allow", "POST"))
+    return route
+
+
+def _not_implemented(path: str) -> Route:
+    return _refusal(RouteMatch(path=path), "not_implemented", "this API is not served by a prefill/decode fleet")
+
+
+def _refusal(match: RouteMatch, code: str, message: str) -> Route:
+    return Route(
+        match=match,
+        direct_response=DirectResponseAction(
+            status=CATALOGUE[code].status, body=inline(error_body(code, message).decode())
+        ),
+        response_headers_to_add=[set_header("content-type", "application/json"), set_header(ERROR_CODE, code)],
+        typed_per_filter_config=_without_ext_proc(),
+    )
+
+
+def _without_ext_proc() -> dict[str, Any]:
+    return {EXT_PROC_FILTER: any_of(ExtProcPerRoute(disabled=True))}
+
+
+def _header(name: str, value: str) -> HeaderMatcher:
+    return HeaderMatcher(name=name, string_match=StringMatcher(exact=value))
