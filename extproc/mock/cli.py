@@ -1,0 +1,77 @@
+"""``pd-extproc mock``: one mock worker as a program."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+
+import uvloop
+
+from extproc.mock.sglang.rendezvous import DEFAULT_PORT
+from extproc.mock.sglang.worker import SglangMock
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--engine", choices=["sglang"], default="sglang", help="whose rules to follow")
+    parser.add_argument("--role", choices=["prefill", "decode", "regular"], default="regular", help="what to be")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: a free one")
+    parser.add_argument(
+        "--bootstrap-port", type=int, default=DEFAULT_PORT, help="prefill: port where decodes meet it; 0: a free one"
+    )
+    parser.add_argument("--model", default="tiny", help="served model name")
+    parser.add_argument("--tokens", type=int, default=16, help="length of an answer that nothing limits")
+    parser.add_argument("--first-token-delay-ms", type=float, default=0.0, help="time that a prefill takes")
+    parser.add_argument("--token-delay-ms", type=float, default=0.0, help="time between two tokens")
+    parser.add_argument("--death-delay-ms", type=float, default=2500.0, help="decode: time to notice a dead prefill")
+    parser.add_argument("--connect-timeout", type=float, default=15.0, help="decode: seconds to try a bootstrap port")
+    parser.add_argument("--wait-timeout", type=float, default=300.0, help="seconds that a leg waits for the other")
+    parser.add_argument("--keep-alive", type=float, default=5.0, help="seconds until an idle connection is closed")
+    parser.add_argument("--record", type=int, default=1000, help="how many requests to remember")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds to finish requests after SIGTERM")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; returns 0, or 1 after a request that ends the engine, 2 when a port is taken."""
+    mock = SglangMock(
+        options.role,
+        host=options.host,
+        port=options.port,
+        bootstrap_port=options.bootstrap_port,
+        model=options.model,
+        tokens=options.tokens,
+        first_token_delay=options.first_token_delay_ms / 1000,
+        token_delay=options.token_delay_ms / 1000,
+        death_delay=options.death_delay_ms / 1000,
+        connect_timeout=options.connect_timeout,
+        wait_timeout=options.wait_timeout,
+        keep_alive=options.keep_alive,
+        record_limit=options.record,
+    )
+    return uvloop.run(_serve(mock, options.grace))
+
+
+async def _serve(mock: SglangMock, grace: float) -> int:
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    try:
+        await mock.start()
+    except OSError as error:
+        print(f"mock {mock.role}: {error}", file=sys.stderr)
+        return 2
+    where = f", bootstrap port {mock.bootstrap_port}" if mock.role == "prefill" else ""
+    print(f"mock sglang {mock.role} ready on {mock.url}{where}", flush=True)
+    waits = [loop.create_task(asked.wait()), loop.create_task(mock.crashed.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if mock.crashed.is_set():
+        print(f"mock {mock.role}: a request has ended the process, as it would have ended the engine", file=sys.stderr)
+        return 1
+    await mock.stop(grace)
+    return 0

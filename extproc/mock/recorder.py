@@ -1,0 +1,137 @@
+"""What a mock worker received: one record per request, and helpers that wait for the next event instead of sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import orjson
+
+
+class Outcome(Enum):
+    """How a request's exchange ended, seen from the worker."""
+
+    LIVE = "live"
+    COMPLETED = "completed"  # the whole answer was handed to the socket
+    CLIENT_CLOSED = "client_closed"  # the peer went away first, also during the upload
+    FAULT = "fault"  # a configured fault cut the exchange
+    CRASHED = "crashed"  # the worker died
+    STOPPED = "stopped"  # the worker was stopped in an orderly way
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One request. Times are ``time.time()`` seconds; None: has not happened."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]  # names in lower case, in the order received
+    inference: bool  # a POST that the engine runs on the model, as opposed to probes and administration
+    arrived: float = field(default_factory=time.time)
+    body: bytes = b""
+    received: float | None = None  # the body is complete
+    status: int | None = None
+    head_sent: float | None = None
+    first_byte: float | None = None  # of the answer's body
+    ended: float | None = None
+    outcome: Outcome = Outcome.LIVE
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
+
+    @property
+    def query(self) -> str:
+        """What follows ``?`` in the target."""
+        return self.target.partition("?")[2]
+
+    @property
+    def json(self) -> Any:
+        """The body parsed; raises ``orjson.JSONDecodeError`` where it is no JSON."""
+        return orjson.loads(self.body)
+
+    def header(self, name: str, default: str | None = None) -> str | None:
+        """The first value of the header; ``name`` in lower case."""
+        return next((value for key, value in self.headers if key == name), default)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``GET /_mock/requests``; the body as text, undecodable bytes replaced."""
+        return {
+            "method": self.method,
+            "target": self.target,
+            "headers": self.headers,
+            "body": self.body.decode("utf-8", "replace"),
+            "inference": self.inference,
+            "arrived": self.arrived,
+            "received": self.received,
+            "status": self.status,
+            "head_sent": self.head_sent,
+            "first_byte": self.first_byte,
+            "ended": self.ended,
+            "outcome": self.outcome.value,
+        }
+
+
+class Recorder:
+    """The latest ``limit`` requests of one worker, oldest first."""
+
+    def __init__(self, limit: int) -> None:
+        self._records: deque[Record] = deque(maxlen=limit)
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self.live = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def open(self, record: Record) -> None:
+        """A request's head has arrived."""
+        self._records.append(record)
+        self.live += 1
+        self.changed()
+
+    def close(self, record: Record, outcome: Outcome) -> None:
+        """A request's exchange has ended; only the first call for a record counts."""
+        if record.ended is not None:
+            return
+        record.ended = time.time()
+        record.outcome = outcome
+        self.live -= 1
+        self.changed()
+
+    def clear(self) -> None:
+        """Forget the requests that have ended."""
+        live = [record for record in self._records if record.ended is None]
+        self._records.clear()
+        self._records.extend(live)
+
+    def changed(self) -> None:
+        """Wake those who wait for a condition that now holds."""
+        if not self._waiters:
+            return
+        still = []
+        for condition, future in self._waiters:
+            if future.done():
+                continue
+            if condition():
+                future.set_result(None)
+            else:
+                still.append((condition, future))
+        self._waiters = still
+
+    async def until(self, condition: Callable[[], bool], patience: float) -> None:
+        """Return when ``condition`` holds; raises TimeoutError after ``patience`` seconds."""
+        if condition():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((condition, future))
+        async with asyncio.timeout(patience):
+            await future

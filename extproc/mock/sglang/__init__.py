@@ -1,0 +1,1 @@
+"""The rules of an SGLang worker (as of 0.5.23), for the mock server."""

@@ -1,0 +1,214 @@
+"""A mock worker in general: server, recorder and faults around an engine's rules, in process or as a program.
+
+``async with SglangMock(role="prefill") as mock: ...`` starts one; ``mock.url`` is where it listens, ``mock.requests``
+what it received. A program's tests talk to it over HTTP: ``GET /_mock/requests``, ``DELETE /_mock/requests``,
+``GET /_mock/live``, ``GET/POST/DELETE /_mock/faults``, ``POST /_mock/listener`` (``{"refuse_seconds": 2}``),
+``POST /_mock/crash``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+
+from extproc.mock.faults import Fault, FaultError, Faults, Rule
+from extproc.mock.http_server import TEXT, Exchange, HttpServer
+from extproc.mock.recorder import Outcome, Record, Recorder
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+log = logging.getLogger(__name__)
+_PATIENCE = 5.0  # seconds that the waiting helpers wait by default
+
+
+class MockWorker(ABC):
+    """One mock worker process; subclasses add an engine's rules."""
+
+    inference_paths: frozenset[str] = frozenset()
+
+    def __init__(
+        self, *, role: str, host: str, port: int, keep_alive: float, record_limit: int, faults: tuple[Fault | Rule, ...]
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.crashed = asyncio.Event()
+        self.recorder = Recorder(record_limit)
+        self.faults = Faults(role)
+        for entry in faults:
+            self.fail(entry)
+        self._server = HttpServer(
+            self._serve,
+            self.recorder,
+            self.faults,
+            inference_paths=self.inference_paths,
+            keep_alive=keep_alive,
+            on_error=self._on_error,
+        )
+        self._background: set[asyncio.Task[None]] = set()
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen; ``port`` is the real one afterwards."""
+        await self._open()
+        self.port = await self._server.start(self.host, self.port)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Stop; requests under way have ``grace`` seconds to finish."""
+        for task in self._background:
+            task.cancel()
+        await self._server.stop(grace)
+        await self._close()
+
+    def crash(self) -> None:
+        """Die as a killed process does: listener and connections are gone at once, nothing is answered."""
+        self.crashed.set()
+        self._server.abort(Outcome.CRASHED)
+        self._kill()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    # --- what was received -----------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[Record]:
+        """Every request received, oldest first, probes included."""
+        return list(self.recorder)
+
+    @property
+    def legs(self) -> list[Record]:
+        """The requests that the engine runs on its model: what a gateway sends a leg by."""
+        return [record for record in self.recorder if record.inference]
+
+    @property
+    def live(self) -> list[Record]:
+        """The legs that are not over."""
+        return [record for record in self.recorder if record.inference and record.ended is None]
+
+    def clear(self) -> None:
+        """Forget what is over."""
+        self.recorder.clear()
+
+    async def arrived(self, count: int = 1, patience: float = _PATIENCE) -> list[Record]:
+        """Wait until the heads of ``count`` legs have come, and return the legs."""
+        await self.recorder.until(lambda: len(self.legs) >= count, patience)
+        return self.legs
+
+    async def received(self, count: int = 1, path: str | None = None, patience: float = _PATIENCE) -> list[Record]:
+        """Wait until ``count`` legs, or requests for ``path``, have come completely, and return them."""
+
+        def complete() -> list[Record]:
+            return [
+                record
+                for record in self.recorder
+                if record.received is not None and (record.inference if path is None else record.path == path)
+            ]
+
+        await self.recorder.until(lambda: len(complete()) >= count, patience)
+        return complete()
+
+    async def idle(self, patience: float = _PATIENCE) -> None:
+        """Wait until no leg is under way."""
+        await self.recorder.until(lambda: not self.live, patience)
+
+    # --- faults ----------------------------------------------------------------------------------------------------
+
+    def fail(self, fault: Fault | Rule, *, times: int | None = None, path: str | None = None) -> None:
+        """Misbehave: for all legs, or the next ``times``, or those for ``path``."""
+        self.faults.rules.append(fault if isinstance(fault, Rule) else Rule(fault, path=path, times=times))
+
+    def behave(self) -> None:
+        """Forget all faults."""
+        self.faults.rules.clear()
+
+    async def refuse(self) -> None:
+        """Refuse new connections, and close the idle ones, until ``accept``."""
+        await self._server.refuse()
+
+    async def accept(self) -> None:
+        """Accept connections again, on the same port."""
+        await self._server.accept(self.host, self.port)
+
+    # --- the engine's part -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _handle(self, exchange: Exchange) -> None:
+        """Answer a request."""
+
+    async def _open(self) -> None:
+        """Get ready, before the port listens."""
+
+    async def _close(self) -> None:
+        """Free everything."""
+
+    def _kill(self) -> None:
+        """Break everything at once."""
+
+    # --- the mock's own requests -----------------------------------------------------------------------------------
+
+    async def _serve(self, exchange: Exchange) -> None:
+        if exchange.record.target.startswith("/_mock/"):
+            await self._administer(exchange)
+        else:
+            await self._handle(exchange)
+
+    async def _administer(self, exchange: Exchange) -> None:
+        record = exchange.record
+        match record.method, record.path:
+            case "GET", "/_mock/requests":
+                await exchange.reply(200, orjson.dumps([entry.as_json() for entry in self.recorder]))
+            case "DELETE", "/_mock/requests":
+                self.clear()
+                await exchange.reply(200, b"{}")
+            case "GET", "/_mock/live":
+                await exchange.reply(200, orjson.dumps({"live": len(self.live)}))
+            case "POST", "/_mock/faults":
+                await self._add_faults(exchange)
+            case "DELETE", "/_mock/faults":
+                self.behave()
+                await exchange.reply(200, b"{}")
+            case "POST", "/_mock/listener":
+                seconds = float(record.json["refuse_seconds"])
+                await exchange.reply(200, b"{}")
+                await self.refuse()
+                task = asyncio.get_running_loop().create_task(self._accept_later(seconds))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
+            case "POST", "/_mock/crash":
+                self.crash()
+            case _:
+                await exchange.reply(404, b"no such mock command", TEXT)
+
+    async def _add_faults(self, exchange: Exchange) -> None:
+        try:
+            data: Any = exchange.record.json
+            rules = [Rule.parse(entry) for entry in (data if isinstance(data, list) else [data])]
+        except (orjson.JSONDecodeError, FaultError) as error:
+            await exchange.reply(400, str(error).encode(), TEXT)
+            return
+        self.faults.rules.extend(rules)
+        await exchange.reply(200, b"{}")
+
+    async def _accept_later(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self.accept()
+
+    def _on_error(self, exchange: Exchange) -> None:
+        log.exception("%s %s", exchange.record.method, exchange.record.target)
