@@ -1,0 +1,91 @@
+"""``ProcessServer`` on ngh2: the fast one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from extproc.transport.address import SocketFile, TcpAddress, UnixAddress, claim_socket_file, parse_address
+from extproc.transport.grpc_framing import DEFAULT_MAX_MESSAGE
+from extproc.transport.health import HealthStatuses
+from extproc.transport.interface import Process
+from extproc.transport.methods import method_table
+from extproc.transport.ngh2_connection import ServerConnection
+
+_log = logging.getLogger(__name__)
+
+
+class Ngh2ProcessServer:
+    """Implements ``ProcessServer`` with asyncio protocols; works on uvloop and on plain asyncio.
+
+    ``max_message`` bounds one gRPC message in bytes; a longer one ends its call with RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(self, max_message: int = DEFAULT_MAX_MESSAGE) -> None:
+        self._max_message = max_message
+        self._health = HealthStatuses()
+        self._connections: set[ServerConnection] = set()
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._server: asyncio.Server | None = None
+        self._socket_file: SocketFile | None = None
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """Where the server listens: with the real port when port 0 was asked for."""
+        return self._address
+
+    @property
+    def open_calls(self) -> int:
+        """Calls under way on all connections, health watches included."""
+        return sum(connection.open_calls for connection in self._connections)
+
+    async def start(self, address: str, process: Process) -> None:
+        """See ``ProcessServer.start``; raises ValueError when ``address`` is not one."""
+        methods = {path.encode(): method for path, method in method_table(process, self._health).items()}
+
+        def connect() -> ServerConnection:
+            connection = ServerConnection(methods, self._max_message, self._forget)
+            self._connections.add(connection)
+            self._none_left.clear()
+            return connection
+
+        loop = asyncio.get_running_loop()
+        match parse_address(address):
+            case UnixAddress(path):
+                await claim_socket_file(path)
+                self._server = await loop.create_unix_server(connect, path)
+                self._socket_file = SocketFile.bound(path)
+                self._address = address
+            case TcpAddress(host, port):
+                self._server = await loop.create_server(connect, host, port)
+                self._address = str(TcpAddress(host, self._server.sockets[0].getsockname()[1]))
+
+    def set_serving(self, service: str, serving: bool) -> None:  # noqa: FBT001 -- as in ProcessServer
+        """See ``ProcessServer.set_serving``."""
+        self._health.set_serving(service, serving)
+
+    async def drain(self, grace: float) -> None:
+        """See ``ProcessServer.drain``. May be called again, and before ``start``."""
+        if self._server is None:
+            return
+        self._server.close()
+        if self._socket_file is not None:
+            self._socket_file.remove()
+        self._health.drain()
+        for connection in list(self._connections):
+            connection.drain()
+        try:
+            async with asyncio.timeout(grace):
+                await self._none_left.wait()
+        except TimeoutError:
+            if self.open_calls:
+                _log.warning("%d calls did not end within %g s", self.open_calls, grace)
+        for connection in list(self._connections):
+            connection.terminate()
+
+    def _forget(self, connection: ServerConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._none_left.set()
