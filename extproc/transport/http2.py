@@ -61,6 +61,11 @@ class Http2Protocol(asyncio.Protocol, ABC):
         self._over = False  # nothing more is read, nothing more will be written
         self.attentive = False
 
+    @property
+    def over(self) -> bool:
+        """The connection was given up or lost."""
+        return self._over
+
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

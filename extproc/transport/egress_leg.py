@@ -1,0 +1,123 @@
+"""One request under way through the egress listener."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ngh2 import NGH2Error
+
+from extproc.transport.http2 import STREAM_WINDOW
+from extproc.transport.interface import Lost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from extproc.transport.egress_connection import EgressConnection
+    from extproc.transport.interface import Header, LegReceiver
+
+_log = logging.getLogger(__name__)
+
+
+class EgressLeg:
+    """Implements ``Leg``; hands the connection's events to the receiver and keeps the receiver's exceptions from it."""
+
+    __slots__ = ("_connection", "_paused", "_receiver", "_stream_id")
+
+    _receiver: LegReceiver | None  # None when the leg is over
+    _connection: EgressConnection | None  # None while the leg waits for one
+
+    def __init__(self, receiver: LegReceiver) -> None:
+        self._receiver = receiver
+        self._connection = None
+        self._stream_id = 0
+        self._paused = False
+
+    # the receiver's side: Leg
+
+    def cancel(self) -> None:
+        """See ``Leg.cancel``."""
+        if self._receiver is None:
+            return
+        self._receiver = None
+        if self._connection is not None:
+            self._connection.abandon(self._stream_id)
+
+    def pause(self) -> None:
+        """See ``Leg.pause``."""
+        self._paused = True
+        self._resize(0)
+
+    def resume(self) -> None:
+        """See ``Leg.resume``."""
+        self._paused = False
+        self._resize(STREAM_WINDOW)
+
+    # the connection's side
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be told to the receiver."""
+        return self._receiver is None
+
+    def sent(self, connection: EgressConnection, stream_id: int) -> None:
+        """The request was given to ``connection``."""
+        self._connection = connection
+        self._stream_id = stream_id
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """The response head came."""
+        if self._paused:  # perhaps since before the stream was open
+            self._resize(0)
+        if self._receiver is None:
+            return
+        try:
+            self._receiver.head(status, headers)
+        except Exception:  # noqa: BLE001 -- logged there; one leg's failure stays its own
+            self._crashed()
+
+    def data(self, chunk: bytes) -> None:
+        """A piece of the body came."""
+        if self._receiver is None:
+            return
+        try:
+            self._receiver.data(chunk)
+        except Exception:  # noqa: BLE001 -- as above
+            self._crashed()
+
+    def done(self) -> None:
+        """The answer is complete."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            self._last(receiver.done)
+
+    def lost(self, reason: Lost, detail: str) -> None:
+        """There will be no complete answer."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            self._last(lambda: receiver.lost(reason, detail))
+
+    # inside
+
+    def _crashed(self) -> None:
+        """To be called while the receiver's exception is being handled."""
+        _log.exception("the receiver of a leg failed")
+        receiver = self._receiver
+        self.cancel()
+        if receiver is not None:
+            self._last(lambda: receiver.lost(Lost.RESET, "internal error"))
+
+    def _last(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:  # noqa: BLE001 -- nothing more can be done for it
+            _log.exception("the receiver of a leg failed at its end")
+
+    def _resize(self, window: int) -> None:
+        if self._receiver is None or self._connection is None:
+            return
+        try:
+            self._connection.h2.set_local_window_size(window, stream_id=self._stream_id)
+        except NGH2Error:
+            return  # not open yet (head() tries again) or closed already
+        self._connection.touch()
