@@ -9,10 +9,7 @@ import orjson
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of error: its machine-readable code, HTTP status, OpenAI error type and when it happens.
-
-    ``status`` None: the worker's own status is passed on.
-    """
+    """A kind of error: its machine-readable code, HTTP status, OpenAI error type and when it happens."""
 
     code: str
     status: int
@@ -44,13 +41,28 @@ CATALOGUE = _catalogue(
     Fault("not_implemented", 501, "the API is not served by a prefill/decode fleet (embeddings, classify, audio)"),
     Fault("no_available_workers", 503, "no usable prefill or no usable decode worker at this moment", retryable=True),
     Fault("extproc_unavailable", 503, "Envoy cannot reach the ext_proc service", retryable=True),
+    Fault("egress_unavailable", 503, "the ext_proc service cannot reach Envoy's egress listener", retryable=True),
     Fault("draining", 503, "the gateway is shutting down and takes no new requests", retryable=True),
+    Fault("prefill_rejected", 400, "the prefill worker answered with a 4xx status; it and the body are passed on"),
     Fault("prefill_unreachable", 503, "the prefill worker refuses connections", retryable=True),
-    Fault("prefill_connection_lost", 502, "the prefill worker's connection broke before its answer was complete", retryable=True),
-    Fault("prefill_failed", 502, "the prefill worker answered with a 5xx status", retryable=True),
+    Fault(
+        "prefill_connection_lost",
+        502,
+        "the prefill worker's connection broke before its answer was whole",
+        retryable=True,
+    ),
+    Fault("prefill_failed", 502, "the prefill worker answered with a 5xx status (503, 504 are kept)", retryable=True),
     Fault("prefill_timeout", 504, "the prefill leg outlived `--request-timeout-secs`", retryable=True),
     Fault("decode_unreachable", 503, "every candidate decode worker refuses connections", retryable=True),
-    Fault("decode_connection_lost", 502, "the decode worker's connection broke before its answer was complete", retryable=True),
+    Fault("decode_rejected", 400, "in a relayed request: the decode worker's 4xx status and body are passed on"),
+    Fault("decode_failed", 502, "in a relayed request: a decode worker answered with a 5xx status", retryable=True),
+    Fault(
+        "decode_connection_lost",
+        502,
+        "the decode worker's connection broke before its answer was whole",
+        retryable=True,
+    ),
+    Fault("decode_timeout", 504, "in a relayed request: a decode leg outlived Envoy's timers", retryable=True),
     Fault("decode_bad_reply", 502, "an answer that must be merged is not what the API promises"),
     Fault("request_timeout", 504, "the request outlived `--request-timeout-secs`"),
     Fault("internal_error", 500, "a defect in the gateway; the log has the traceback"),
@@ -64,19 +76,51 @@ def error_body(code: str, message: str, param: str | None = None, error_type: st
 
 
 class GatewayError(Exception):
-    """An error that ends one request with a catalogue fault. ``retry_after`` is in seconds."""
+    """An error that ends one request with a catalogue fault.
 
-    def __init__(self, code: str, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+    Args:
+        code: a code of the catalogue.
+        message: what is wrong, for the client.
+        param: the request's field that is wrong.
+        retry_after: the value of ``Retry-After``.
+        status: the status to answer with, where it is not the fault's own.
+        passed_on: content type and body of a worker's own answer, to be passed on instead of ours.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | bytes | None = None,
+        status: int | None = None,
+        passed_on: tuple[bytes, bytes] | None = None,
+    ) -> None:
         super().__init__(message)
         self.fault = CATALOGUE[code]
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.status = status or self.fault.status
+        self.passed_on = passed_on
 
     @property
     def body(self) -> bytes:
-        """The JSON body to answer with."""
-        return error_body(self.fault.code, self.message, self.param)
+        """The body to answer with."""
+        return self.passed_on[1] if self.passed_on else error_body(self.fault.code, self.message, self.param)
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers to answer with."""
+        headers = [
+            (b"content-type", self.passed_on[0] if self.passed_on else b"application/json"),
+            (b"x-pd-error-code", self.fault.code.encode()),
+        ]
+        if self.retry_after is not None:
+            value = self.retry_after if isinstance(self.retry_after, bytes) else b"%d" % self.retry_after
+            headers.append((b"retry-after", value))
+        return headers
 
 
 class InvalidUrlError(ValueError):

@@ -1,0 +1,171 @@
+"""An inference request, read just far enough to route and split it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from extproc.apis.json_object import JsonObject
+from extproc.apis.table import COMPLETIONS, GENERATE, Api
+from extproc.errors import GatewayError
+
+# A client must not choose where its KV cache goes or comes from: these are ours to set (SGLang io_struct.py,
+# vLLM kv_transfer_params). Without this, a request could make a worker connect to any host the client names.
+CONTROL_FIELDS: Final = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "kv_transfer_params",
+    }
+)
+# What decides routing, splitting or the handoff; a second occurrence would let us and the engine read different values.
+_DECISIVE: Final = CONTROL_FIELDS | {
+    "model",
+    "stream",
+    "stream_options",
+    "n",
+    "rid",
+    "messages",
+    "prompt",
+    "text",
+    "input_ids",
+    "input_embeds",
+    "input",
+    "sampling_params",
+    "return_logprob",
+    "echo",
+    "logprobs",
+    "seed",
+}
+MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs here
+_QUOTE, _BRACKET, _BRACE = b'"[{'
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """What a request asks for.
+
+    Attributes:
+        api: its endpoint.
+        body: its body.
+        model: the model it names; None when it names none.
+        stream: whether the answer is to be streamed.
+        samples: completions per prompt, at least 1.
+        prompts: how many prompts a body with a list of prompts holds; None for a single prompt.
+        prompt_logprobs: whether log probabilities of prompt tokens are asked for, which only the prefill leg has.
+    """
+
+    api: Api
+    body: JsonObject
+    model: str | None
+    stream: bool
+    samples: int
+    prompts: int | None
+    prompt_logprobs: bool
+
+    @classmethod
+    def read(cls, api: Api, raw: bytes) -> InferenceRequest:
+        """Read ``raw`` as a request of ``api``.
+
+        Raises:
+            GatewayError: with a 4xx fault; ``param`` names the field.
+        """
+        body = JsonObject(raw)
+        if twice := body.duplicated() & _DECISIVE:
+            key = min(twice)
+            raise GatewayError("duplicate_parameter", f"`{key}` occurs more than once in the body", param=key)
+        _require_prompt(api, body)
+        return cls(
+            api,
+            body,
+            model=_typed(body, "model", str),
+            stream=_typed(body, "stream", bool) or False,
+            samples=_samples(api, body),
+            prompts=_prompts(api, body),
+            prompt_logprobs=_wants_prompt_logprobs(api, body),
+        )
+
+
+def _typed(body: JsonObject, key: str, kind: type) -> Any:
+    """The value of ``key`` as ``kind``; None when absent or null."""
+    if key not in body:
+        return None
+    value = body.get(key)
+    if value is None or isinstance(value, kind):
+        return value
+    expected = "a string" if kind is str else "true or false"
+    raise GatewayError("invalid_type", f"`{key}` must be {expected}", param=key)
+
+
+def _require_prompt(api: Api, body: JsonObject) -> None:
+    found = [key for key in api.prompt_keys if body.first_byte(key) not in (0, 0x6E)]  # absent, or null
+    if not found or (api.needs_all and len(found) < len(api.prompt_keys)):
+        missing = next(key for key in api.prompt_keys if key not in found)
+        names = "`, `".join(api.prompt_keys)
+        wanted = f"one of `{names}`" if len(api.prompt_keys) > 1 and not api.needs_all else f"`{missing}`"
+        raise GatewayError("missing_required_parameter", f"missing field {wanted}", param=missing)
+    key = found[0]
+    first = body.first_byte(key)
+    if key == "messages" and first != _BRACKET:
+        raise GatewayError("invalid_type", "`messages` must be a list of messages", param=key)
+    if first not in (_QUOTE, _BRACKET):
+        raise GatewayError("invalid_type", f"`{key}` must be a string or a list", param=key)
+    if len(found) > 1 and not api.needs_all:
+        raise GatewayError("invalid_type", f"only one of `{'`, `'.join(found)}` may be given", param=found[1])
+
+
+def _samples(api: Api, body: JsonObject) -> int:
+    if api.samples_key is None:
+        return 1
+    name = api.samples_key if api.samples_in is None else f"{api.samples_in}.{api.samples_key}"
+    if api.samples_in is None:
+        value = body.get(api.samples_key)
+    else:
+        holder = body.get(api.samples_in)
+        holders = holder if isinstance(holder, list) else [holder]
+        values = {repr(one.get(api.samples_key) or 1) for one in holders if isinstance(one, dict)}
+        if len(values) > 1:
+            raise GatewayError("invalid_type", f"`{name}` must be the same for all prompts", param=name)
+        value = next((one.get(api.samples_key) for one in holders if isinstance(one, dict)), None)
+    if value is None:
+        return 1
+    if type(value) is not int or not 1 <= value <= MAX_SAMPLES:
+        raise GatewayError("invalid_type", f"`{name}` must be a whole number from 1 to {MAX_SAMPLES}", param=name)
+    return value
+
+
+def _prompts(api: Api, body: JsonObject) -> int | None:
+    """Count the prompts of a list; None for one prompt, which may itself be a list of token ids."""
+    for key in api.batch_keys:
+        if body.first_byte(key) != _BRACKET:
+            continue
+        items = body.items_of(key)
+        if not items:
+            raise GatewayError("invalid_type", f"`{key}` must not be an empty list", param=key)
+        first = items[0]
+        if key == "input_embeds":  # one prompt is a list of vectors
+            return len(items) if first.startswith(b"[[") else None
+        return len(items) if first[0] in (_QUOTE, _BRACKET) else None
+    return None
+
+
+def _wants_prompt_logprobs(api: Api, body: JsonObject) -> bool:
+    """Whether the answer holds log probabilities that only the prefill leg knows (docs/sglang-facts.md)."""
+    if api is GENERATE:
+        if not _any(body.get("return_logprob")):
+            return False
+        starts = body.get("logprob_start_len")
+        from_prompt = any(start not in (None, -1) for start in (starts if isinstance(starts, list) else [starts]))
+        return from_prompt or _any(body.get("token_ids_logprob"))
+    if api is COMPLETIONS:
+        return bool(body.get("echo")) and bool(body.get("logprobs"))
+    return False
+
+
+def _any(value: Any) -> bool:
+    return any(value) if isinstance(value, list) else bool(value)

@@ -1,0 +1,111 @@
+"""The inference endpoints as a table: where each API keeps its prompt, its samples and its identifiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Flow(Enum):
+    """How a request of an API is served by a prefill/decode fleet."""
+
+    PAIR = "pair"  # a prefill leg and a decode leg with a handoff between them
+    PREFILL_ONLY = "prefill_only"  # one prefill worker answers alone; nothing is handed off
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One public endpoint.
+
+    Attributes:
+        name: short name for logs and metrics.
+        path: the client's path.
+        worker_path: the path on the worker.
+        id_prefix: how request ids made for this API begin (the peer's prefixes).
+        prompt_keys: where the prompt may be; one of them must be present (all of them for ``needs_all``).
+        batch_keys: the prompt keys whose value may be a list of prompts.
+        samples_key: the key with the number of samples per prompt, or None.
+        samples_in: the key of the object that holds ``samples_key``, or None for the top level.
+        rid_key: the key by which the engine lets us name the request, to abort it by; None where it has none.
+        rid_prefix: how the engine's own names for requests of this API begin.
+        early_head: whether the engine sends the head of a streamed answer before it has a first token.
+
+    What the last three say of SGLang was seen on 0.5.23 (docs/sglang-facts.md).
+    """
+
+    name: str
+    path: str
+    worker_path: str
+    id_prefix: str
+    prompt_keys: tuple[str, ...]
+    flow: Flow = Flow.PAIR
+    batch_keys: tuple[str, ...] = ()
+    samples_key: str | None = None
+    samples_in: str | None = None
+    needs_all: bool = False
+    rid_key: str | None = None
+    rid_prefix: str = ""
+    early_head: bool = False
+
+
+CHAT: Final = Api(
+    "chat",
+    "/v1/chat/completions",
+    "/v1/chat/completions",
+    "chatcmpl-",
+    ("messages",),
+    samples_key="n",
+    rid_key="rid",
+)
+COMPLETIONS: Final = Api(
+    "completions",
+    "/v1/completions",
+    "/v1/completions",
+    "cmpl-",
+    ("prompt",),
+    batch_keys=("prompt",),
+    samples_key="n",
+    rid_key="rid",
+)
+GENERATE: Final = Api(
+    "generate",
+    "/generate",
+    "/generate",
+    "gnt-",
+    ("text", "input_ids", "input_embeds"),
+    batch_keys=("text", "input_ids", "input_embeds"),
+    samples_key="n",
+    samples_in="sampling_params",
+    rid_key="rid",
+    early_head=True,
+)
+MESSAGES: Final = Api("messages", "/v1/messages", "/v1/messages", "msg_", ("messages",), early_head=True)
+RESPONSES: Final = Api(
+    "responses",
+    "/v1/responses",
+    "/v1/responses",
+    "resp-",
+    ("input",),
+    rid_key="request_id",
+    rid_prefix="resp_",
+    early_head=True,
+)
+COUNT_TOKENS: Final = Api(
+    "count_tokens",
+    "/v1/messages/count_tokens",
+    "/v1/messages/count_tokens",
+    "req-",
+    ("messages",),
+    flow=Flow.PREFILL_ONLY,
+)
+RERANK: Final = Api(
+    "rerank", "/v1/rerank", "/v1/rerank", "req-", ("query", "documents"), flow=Flow.PREFILL_ONLY, needs_all=True
+)
+RERANK_SHORT: Final = Api(
+    "rerank", "/rerank", "/v1/rerank", "req-", ("query", "documents"), flow=Flow.PREFILL_ONLY, needs_all=True
+)
+
+APIS: Final[dict[str, Api]] = {
+    api.path: api for api in (CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, COUNT_TOKENS, RERANK, RERANK_SHORT)
+}

@@ -1,0 +1,1 @@
+"""One request from its first byte to its last."""

@@ -1,0 +1,317 @@
+"""A request whose decode leg Envoy runs by itself: what the machine decides is done here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from extproc.apis.request import InferenceRequest
+from extproc.errors import GatewayError
+from extproc.exchange import wire
+from extproc.exchange.gateway import ABORT_SECONDS, HOLD_SECONDS, LINGER_SECONDS, Handle
+from extproc.exchange.headers import RequestHead
+from extproc.exchange.legs import WholeAnswer, leg_headers, send_abort
+from extproc.exchange.machine import Event, Exchange, IllegalTransitionError, State
+from extproc.exchange.record import naming_headers
+from extproc.handoff import sglang
+from extproc.transport.interface import Leg
+from extproc.workers.worker import Role, Worker
+
+if TYPE_CHECKING:
+    from extproc.exchange.session import Session
+
+_log: Final = logging.getLogger(__name__)
+_REMOVE_UPSTREAM: Final = wire.remove_header(b"x-pd-upstream")
+_REMOVE_TRANSFER_ENCODING: Final = wire.remove_header(b"transfer-encoding")
+_JSON: Final = wire.set_header(b"content-type", b"application/json")
+
+
+class DirectCourse:
+    """The Outside of a direct exchange, and its Course."""
+
+    __slots__ = (
+        "_body",
+        "_decode",
+        "_early_head",
+        "_error",
+        "_exchange",
+        "_head",
+        "_holding",
+        "_leg",
+        "_prefill",
+        "_prefill_body",
+        "_released",
+        "_request",
+        "_rid",
+        "_rooms",
+        "_session",
+        "_upstreams",
+    )
+
+    def __init__(self, session: Session, head: RequestHead, request: InferenceRequest, upstreams: Sequence[Worker]):
+        self._session = session
+        self._head = head
+        self._request = request
+        self._exchange = Exchange(self)
+        self._upstreams = upstreams  # where Envoy may send the released request, in order
+        self._decode = upstreams[0]  # who has the released request, as far as known
+        self._prefill: Worker | None = None
+        self._leg: Leg | None = None
+        self._rooms: tuple[int, ...] = ()
+        self._rid: str | None = None
+        self._body = request.body.raw
+        self._prefill_body = b""
+        self._early_head = False
+        self._error: GatewayError | None = None
+        self._holding: Handle | None = None
+        self._released = False
+
+    @classmethod
+    def paired(cls, session: Session, head: RequestHead, request: InferenceRequest) -> DirectCourse:
+        """A request for a prefill/decode pair. Raises GatewayError when there is none."""
+        gateway = session.gateway
+        pair = gateway.placer.pair(request.model)
+        course = cls(session, head, request, pair.decodes)
+        course._prefill = pair.prefill
+        course._early_head = request.stream and request.api.early_head
+        if request.api.rid_key is not None and request.api.rid_key not in request.body:
+            course._rid = sglang.new_rid(request.api.rid_prefix)
+        rooms = gateway.rooms.mint(request.prompts or 1)
+        try:
+            legs = sglang.plan(request, pair.prefill, rooms, course._rid, trust_client=gateway.config.trust_client)
+        except BaseException:
+            gateway.rooms.release(rooms)
+            raise
+        course._rooms, course._body, course._prefill_body = rooms, legs.decode, legs.prefill
+        record = session.record
+        record.handoff = sglang.NAME
+        record.prefill = str(pair.prefill.url)
+        return course
+
+    @classmethod
+    def alone(cls, session: Session, head: RequestHead, request: InferenceRequest) -> DirectCourse:
+        """A request that one prefill worker answers. Raises GatewayError when there is none."""
+        return cls(session, head, request, session.gateway.placer.prefills(request.model))
+
+    # -- Course ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """See Course."""
+        self._session.record.sent = self._session.gateway.clock.now()
+        self._exchange.fire(Event.ACCEPTED if self._prefill is not None else Event.ACCEPTED_ALONE)
+
+    def response_headers(self, headers: list[tuple[str, bytes]]) -> None:
+        """See Course."""
+        status = 0
+        code = None
+        for name, value in headers:
+            if name == ":status":
+                status = int(value)
+            elif name == "x-pd-upstream":
+                self._served_by(value.decode("latin-1"))
+            elif name == "x-pd-error-code":
+                code = value.decode("latin-1")
+        record = self._session.record
+        record.status = status
+        if code is not None:
+            self._note_local_reply(code)
+        if status >= 400:
+            self._fire(Event.DECODE_REFUSED)
+        elif self._early_head:
+            self._fire(Event.DECODE_HEAD_EARLY)
+        else:
+            self._fire(Event.DECODE_HEAD)
+
+    def drained(self) -> None:
+        """See Course. Nothing is ever queued for long here."""
+
+    def expire(self) -> None:
+        """See Course."""
+        self._error = GatewayError("request_timeout", "the request took too long")
+        self._fire(Event.EXPIRED)
+
+    def closed(self) -> None:
+        """See Course."""
+        self._fire(Event.CLOSED)
+
+    # -- Outside --------------------------------------------------------------------------------------------------
+
+    def send_both(self) -> None:
+        """See Outside."""
+        prefill = self._prefill
+        assert prefill is not None
+        session = self._session
+        prefill.load += 1
+        self._leg = session.gateway.egress.send(
+            leg_headers(
+                self._head,
+                self._worker_path(),
+                (prefill,),
+                session.record.request_id.encode(),
+                len(self._prefill_body),
+            ),
+            self._prefill_body,
+            WholeAnswer(Role.PREFILL, prefill, self._prefill_done, self._prefill_failed),
+        )
+        self._prefill_body = b""
+        self.release()
+
+    def release(self) -> None:
+        """See Outside."""
+        session = self._session
+        decode = self._decode
+        decode.load += 1
+        self._released = True
+        body = self._body
+        self._body = b""
+        mutation = self._request_mutation(decode, body)
+        metadata = wire.destination_metadata([worker.endpoint or "" for worker in self._upstreams])
+        session.call.send(wire.request_headers_reply(mutation, metadata))
+        session.call.send(wire.request_body_reply(body, end=not session.has_trailers))
+        if session.has_trailers:
+            session.call.send(wire.request_trailers_reply())
+
+    def pass_head(self) -> None:
+        """See Outside."""
+        self._stop_holding()
+        session = self._session
+        record = session.record
+        record.headed = session.gateway.clock.now()
+        if self._prefill is None:
+            record.prefill = str(self._decode.url)
+        else:
+            record.decode = str(self._decode.url)
+        mutation = _REMOVE_UPSTREAM + wire.set_header(b"x-request-id", record.request_id.encode())
+        if session.gateway.config.response_headers:
+            mutation += b"".join([wire.set_header(name, value) for name, value in naming_headers(record)])
+        session.call.send(wire.response_headers_reply(mutation))
+
+    def hold_head(self) -> None:
+        """See Outside."""
+        self._holding = self._session.gateway.clock.after(HOLD_SECONDS, lambda: self._fire(Event.HELD_ENOUGH))
+
+    def linger(self) -> None:
+        """See Outside."""
+        self._holding = self._session.gateway.clock.after(LINGER_SECONDS, lambda: self._fire(Event.LINGERED))
+
+    def fail_with_prefill(self) -> None:
+        """See Outside."""
+        self._stop_holding()
+        self.drop_decode()
+        assert self._error is not None
+        self._session.reject(self._error)
+
+    def fail_with_timeout(self) -> None:
+        """See Outside."""
+        self._stop_holding()
+        assert self._error is not None
+        self._session.reject(self._error)
+
+    def drop_prefill(self) -> None:
+        """See Outside."""
+        if self._leg is not None and self._prefill is not None:
+            self._leg.cancel()
+            self._prefill_over()
+            self._abort(self._prefill)
+
+    def drop_decode(self) -> None:
+        """See Outside."""
+        self._abort(self._decode)
+
+    def finish(self) -> None:
+        """See Outside."""
+        self._stop_holding()
+        self.drop_prefill()  # only after a defect is there one left
+        if self._released:
+            self._released = False
+            self._decode.load -= 1
+        self._session.gateway.rooms.release(self._rooms)
+        self._rooms = ()
+        self._session.finish()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _fire(self, event: Event) -> None:
+        """Let an event happen; a defect ends the request and nothing else."""
+        try:
+            self._exchange.fire(event)
+        except IllegalTransitionError as error:
+            _log.exception("request %s: %s", self._session.record.request_id, error)
+            self._session.call.abort(13, str(error))
+            if event is Event.CLOSED and self._exchange.state is not State.OVER:
+                self._exchange.state = State.OVER
+                self.finish()
+
+    def _prefill_done(self, _: WholeAnswer) -> None:
+        self._prefill_over()
+        self._fire(Event.PREFILL_DONE)
+
+    def _prefill_failed(self, error: GatewayError) -> None:
+        self._prefill_over()
+        self._error = error
+        if error.fault.code == "prefill_unreachable" and self._prefill is not None:
+            self._session.gateway.report_unreachable(self._prefill)
+        self._fire(Event.PREFILL_FAILED)
+
+    def _prefill_over(self) -> None:
+        """The prefill's work ends with its leg, long before the request's: its load must not count on."""
+        assert self._prefill is not None
+        self._leg = None
+        self._prefill.load -= 1
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
+
+    def _abort(self, worker: Worker) -> None:
+        if self._rid is None:
+            return
+        gateway = self._session.gateway
+        rid = sglang.abortable_rid(self._request, self._rid)
+        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id.encode())
+        gateway.clock.after(ABORT_SECONDS, leg.cancel)
+
+    def _stop_holding(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+
+    def _served_by(self, endpoint: str) -> None:
+        """Envoy says who answered: after a fail-over that is not the first of the list."""
+        if endpoint == self._decode.endpoint:
+            return
+        for worker in self._upstreams:
+            if worker.endpoint == endpoint:
+                self._session.gateway.report_unreachable(self._decode)
+                self._decode.load -= 1
+                worker.load += 1
+                self._decode = worker
+                return
+
+    def _note_local_reply(self, code: str) -> None:
+        """Envoy answered in the decode worker's place."""
+        record = self._session.record
+        record.code = code
+        if code in ("decode_unreachable", "prefill_unreachable"):
+            for worker in self._upstreams:
+                self._session.gateway.report_unreachable(worker)
+
+    def _worker_path(self) -> bytes:
+        _, mark, query = self._head.path.partition("?")
+        return (self._request.api.worker_path + mark + query).encode("latin-1")
+
+    def _request_mutation(self, worker: Worker, body: bytes) -> bytes:
+        head = self._head
+        parts = [
+            wire.set_header(b"content-length", b"%d" % len(body)),
+            wire.set_header(b"x-request-id", self._session.record.request_id.encode()),
+        ]
+        if self._request.api.worker_path != self._request.api.path:
+            parts.append(wire.set_header(b":path", self._worker_path()))
+        if worker.api_key is not None:
+            parts.append(wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode()))
+        content_type = head.first("content-type")
+        if content_type is None or not content_type.startswith(b"application/json"):
+            parts.append(_JSON)
+        parts += [wire.remove_header(name.encode("latin-1")) for name in head.steering()]
+        if head.first("transfer-encoding") is not None:
+            parts.append(_REMOVE_TRANSFER_ENCODING)
+        return b"".join(parts)

@@ -1,0 +1,182 @@
+"""Legs through the egress listener: their heads, their receivers, and what their failures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.dataplane.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
+from extproc.errors import GatewayError
+from extproc.exchange.headers import RequestHead
+from extproc.handoff import sglang
+from extproc.transport.interface import Egress, Header, Leg, Lost
+from extproc.workers.worker import Role, Worker
+
+_ERROR_BODY_LIMIT: Final = 1 << 20  # of a worker's error body that is passed on
+_EXCERPT: Final = 300  # characters of a worker's error that go into our message
+_LOCAL_REPLY: Final = LOCAL_REPLY.encode()
+_UPSTREAM: Final = UPSTREAM.encode()
+_CLUSTERS: Final = {Role.PREFILL: PREFILL_CLUSTER.encode(), Role.DECODE: DECODE_CLUSTER.encode()}
+
+
+def leg_headers(
+    head: RequestHead, path: bytes, workers: Sequence[Worker], request_id: bytes, size: int
+) -> list[Header]:
+    """The head of a leg to the first of ``workers`` that accepts a connection (all of one role and API key)."""
+    first = workers[0]
+    endpoints = ",".join([worker.endpoint or "" for worker in workers])
+    headers: list[Header] = [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":authority", first.url.authority.encode()),
+        (b":path", path),
+        (CLUSTER.encode(), _CLUSTERS[first.role]),
+        (DESTINATION.encode(), endpoints.encode()),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % size),
+        (b"x-request-id", request_id),
+    ]
+    if first.api_key is not None:
+        headers.append((b"authorization", b"Bearer " + first.api_key.encode()))
+    own = first.api_key is not None
+    headers += [
+        field
+        for field in head.forwarded()
+        if field[0] != b"x-request-id" and not (own and field[0] == b"authorization")
+    ]
+    return headers
+
+
+class WholeAnswer:
+    """Receives a leg's answer as a whole: either ``complete`` or ``failed`` is called, once.
+
+    The body of a 2xx answer is thrown away unless ``keep``; an error's body is kept up to a limit. ``leg`` says in
+    messages and codes which leg it is: ``prefill`` or ``decode``.
+    """
+
+    __slots__ = ("_complete", "_failed", "_keep", "_parts", "_role", "_size", "_worker", "headers", "status")
+
+    def __init__(
+        self,
+        role: Role,
+        worker: Worker,
+        complete: Callable[[WholeAnswer], None],
+        failed: Callable[[GatewayError], None],
+        *,
+        keep: bool = False,
+    ) -> None:
+        self._role = role
+        self._worker = worker
+        self._complete = complete
+        self._failed = failed
+        self._keep = keep
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.status = 0
+        self.headers: Sequence[Header] = ()
+
+    @property
+    def body(self) -> bytes:
+        """What was kept of the body."""
+        return b"".join(self._parts)
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See LegReceiver."""
+        self.status = status
+        self.headers = headers
+
+    def data(self, chunk: bytes) -> None:
+        """See LegReceiver."""
+        if self._keep or (self.status >= 300 and self._size < _ERROR_BODY_LIMIT):
+            self._parts.append(chunk)
+            self._size += len(chunk)
+
+    def done(self) -> None:
+        """See LegReceiver."""
+        if 200 <= self.status < 300:
+            self._complete(self)
+        else:
+            self._failed(failure_of(self._role, self._worker, self.status, self.headers, self.body))
+
+    def lost(self, reason: Lost, detail: str) -> None:
+        """See LegReceiver."""
+        self._failed(loss_of(self._role, self._worker, reason, detail))
+
+
+class Ignored:
+    """Receives an answer that nobody waits for."""
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See LegReceiver."""
+
+    def data(self, chunk: bytes) -> None:
+        """See LegReceiver."""
+
+    def done(self) -> None:
+        """See LegReceiver."""
+
+    def lost(self, reason: Lost, detail: str) -> None:
+        """See LegReceiver."""
+
+
+def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header], body: bytes) -> GatewayError:
+    """What a leg's complete answer that is not 2xx means for the client."""
+    fields = dict(headers)
+    name = role.value
+    if (flags := fields.get(_LOCAL_REPLY)) is not None:
+        return _envoys_word(role, worker, flags)
+    retry_after = fields.get(b"retry-after")
+    if 400 <= status < 500:
+        passed_on = (fields.get(b"content-type", b"application/json"), body)
+        return GatewayError(
+            f"{name}_rejected",
+            f"{name} worker {worker.url} answered {status}",
+            status=status,
+            retry_after=retry_after,
+            passed_on=passed_on,
+        )
+    excerpt = body[:_EXCERPT].decode(errors="replace")
+    return GatewayError(
+        f"{name}_failed",
+        f"{name} worker {worker.url} answered {status}: {excerpt}",
+        status=status if status in (503, 504) else None,
+        retry_after=retry_after,
+    )
+
+
+def loss_of(role: Role, worker: Worker, reason: Lost, detail: str) -> GatewayError:
+    """What the loss of a leg on the way means for the client."""
+    if reason is Lost.RESET:
+        message = f"the connection of {role.value} worker {worker.url} broke before its answer was whole ({detail})"
+        return GatewayError(f"{role.value}_connection_lost", message)
+    return GatewayError("egress_unavailable", f"Envoy's egress listener does not answer ({detail})", retry_after=1)
+
+
+def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker:
+    """Which of ``workers`` answered, by the header that Envoy sets; the first when it does not say."""
+    for name, value in headers:
+        if name == _UPSTREAM:
+            endpoint = value.decode("latin-1")
+            return next((worker for worker in workers if worker.endpoint == endpoint), workers[0])
+    return workers[0]
+
+
+def send_abort(egress: Egress, head: RequestHead, worker: Worker, rid: str, request_id: bytes) -> Leg:
+    """Ask ``worker`` to end ``rid`` at once; closing the connection alone takes SGLang up to 4 s to notice."""
+    body = sglang.abort_body(rid)
+    headers = leg_headers(head, sglang.ABORT_PATH, [worker], request_id, len(body))
+    return egress.send(headers, body, Ignored())
+
+
+def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:
+    """Translate Envoy's response flags for an answer that no worker gave."""
+    found = set(flags.decode("latin-1").split(","))
+    name = role.value
+    if found & {"UF", "UH", "NC", "NR", "UO"}:
+        message = f"{name} worker {worker.url} does not accept connections ({flags.decode('latin-1')})"
+        return GatewayError(f"{name}_unreachable", message)
+    if found & {"UT", "SI", "DT", "UMSDR"}:
+        return GatewayError(f"{name}_timeout", f"{name} worker {worker.url} did not answer in time")
+    message = f"{name} worker {worker.url} closed the connection before it answered ({flags.decode('latin-1')})"
+    return GatewayError(f"{name}_connection_lost", message)

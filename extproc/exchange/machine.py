@@ -1,0 +1,161 @@
+"""The life of a *direct* exchange as a table: what may happen when, and what is done about it.
+
+In a direct exchange the prefill leg goes out through the egress listener while Envoy itself runs the decode leg; the
+decode's answer never passes through here. ``TABLE`` holds every legal (state, event) pair; anything else is a defect
+and raises :class:`IllegalTransitionError`. The machine has no sockets and no clock; what it wants done it says through
+:class:`Outside`.
+
+::
+
+    READY ──accepted──► PARALLEL ──prefill done──► DECODING ──decode head──► ANSWERING ──closed──► OVER
+                          │   └──decode head──► ANSWERING_PARALLEL ──prefill done──► ANSWERING
+                          ├──decode head, early──► HELD ──prefill done──► ANSWERING
+                          │                          └──held long enough──► ANSWERING_PARALLEL
+                          └──prefill failed, expired──► ENDED ──closed──► OVER
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+from typing import Final, Protocol
+
+
+class State(IntEnum):
+    """Where an exchange is. "Out" means: sent, and its answer is not complete."""
+
+    READY = 0  # the client's request is complete and placed
+    PARALLEL = auto()  # both legs are out; the decode has not answered
+    DECODING = auto()  # the decode leg is out, alone: the prefill is done, or there is none
+    HELD = auto()  # an early decode head waits a moment for the prefill's fate
+    ANSWERING_PARALLEL = auto()  # the decode's answer flows to the client; the prefill is still out
+    ANSWERING = auto()  # the decode's answer flows to the client
+    LINGERING = auto()  # the decode's answer ended; the prefill gets a moment to end by itself
+    ENDED = auto()  # we answered the client ourselves; waiting for Envoy to close
+    OVER = auto()  # nothing is held any more
+
+
+class Event(IntEnum):
+    """What may happen to an exchange."""
+
+    ACCEPTED = 0  # placed on a pair, both legs prepared
+    ACCEPTED_ALONE = auto()  # placed on one worker; nothing is handed off
+    PREFILL_DONE = auto()  # the prefill answered 2xx, completely
+    PREFILL_FAILED = auto()  # the prefill answered otherwise, or not completely
+    DECODE_HEAD = auto()  # the decode answered; its head goes to the client
+    DECODE_HEAD_EARLY = auto()  # the decode answered 2xx before it can have the KV cache
+    DECODE_REFUSED = auto()  # the decode answered with an error status
+    HELD_ENOUGH = auto()  # the moment granted to an early head passed
+    EXPIRED = auto()  # the request's deadline passed
+    LINGERED = auto()  # the moment granted to the prefill passed
+    CLOSED = auto()  # Envoy ended the stream: the answer is out, or the client has left
+
+
+class Outside(Protocol):
+    """What the machine can have done. Each is called at most once for an exchange."""
+
+    def send_both(self) -> None:
+        """Send the prefill leg and release the decode leg."""
+
+    def release(self) -> None:
+        """Release the held request to its one worker."""
+
+    def pass_head(self) -> None:
+        """Let the decode's head through to the client."""
+
+    def hold_head(self) -> None:
+        """Keep the decode's head back for a moment, then raise HELD_ENOUGH.
+
+        Most prefills that fail do so within milliseconds; a client can then still be told with a status.
+        """
+
+    def fail_with_prefill(self) -> None:
+        """Tell the client of the prefill's failure (or cut its answer), and end the decode leg on its worker."""
+
+    def fail_with_timeout(self) -> None:
+        """Tell the client of the timeout (or cut its answer)."""
+
+    def drop_prefill(self) -> None:
+        """Cancel the prefill leg and end its work on the worker."""
+
+    def drop_decode(self) -> None:
+        """End the decode leg's work on the worker; its connection is Envoy's to close."""
+
+    def linger(self) -> None:
+        """Grant the prefill leg a moment, then raise LINGERED."""
+
+    def finish(self) -> None:
+        """Give everything back and write the log line."""
+
+
+class IllegalTransitionError(RuntimeError):
+    """An event that cannot happen in the state it happened in."""
+
+    def __init__(self, state: State, event: Event) -> None:
+        super().__init__(f"{event.name} cannot happen in {state.name}")
+
+
+Rule = tuple[State, tuple[str, ...]]
+
+_S, _E = State, Event
+RULES: Final[dict[tuple[State, Event], Rule]] = {
+    (_S.READY, _E.ACCEPTED): (_S.PARALLEL, ("send_both",)),
+    (_S.READY, _E.ACCEPTED_ALONE): (_S.DECODING, ("release",)),
+    (_S.READY, _E.EXPIRED): (_S.ENDED, ("fail_with_timeout",)),
+    (_S.READY, _E.CLOSED): (_S.OVER, ("finish",)),
+    (_S.PARALLEL, _E.PREFILL_DONE): (_S.DECODING, ()),
+    (_S.PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("fail_with_prefill",)),
+    (_S.PARALLEL, _E.DECODE_HEAD): (_S.ANSWERING_PARALLEL, ("pass_head",)),
+    (_S.PARALLEL, _E.DECODE_HEAD_EARLY): (_S.HELD, ("hold_head",)),
+    (_S.PARALLEL, _E.DECODE_REFUSED): (_S.ANSWERING, ("drop_prefill", "pass_head")),
+    (_S.PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "fail_with_timeout")),
+    (_S.PARALLEL, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
+    (_S.DECODING, _E.DECODE_HEAD): (_S.ANSWERING, ("pass_head",)),
+    (_S.DECODING, _E.DECODE_HEAD_EARLY): (_S.ANSWERING, ("pass_head",)),
+    (_S.DECODING, _E.DECODE_REFUSED): (_S.ANSWERING, ("pass_head",)),
+    (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "fail_with_timeout")),
+    (_S.DECODING, _E.CLOSED): (_S.OVER, ("drop_decode", "finish")),
+    (_S.HELD, _E.HELD_ENOUGH): (_S.ANSWERING_PARALLEL, ("pass_head",)),
+    (_S.HELD, _E.PREFILL_DONE): (_S.ANSWERING, ("pass_head",)),
+    (_S.HELD, _E.PREFILL_FAILED): (_S.ENDED, ("fail_with_prefill",)),
+    (_S.HELD, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "fail_with_timeout")),
+    (_S.HELD, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
+    (_S.ANSWERING_PARALLEL, _E.PREFILL_DONE): (_S.ANSWERING, ()),
+    (_S.ANSWERING_PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("fail_with_prefill",)),
+    (_S.ANSWERING_PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "fail_with_timeout")),
+    # The stream's end alone does not tell a finished answer from a client that left: a prefill that is about to answer
+    # is let do so, or each short generation would cost the worker a broken connection.
+    (_S.ANSWERING_PARALLEL, _E.CLOSED): (_S.LINGERING, ("linger",)),
+    (_S.ANSWERING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "fail_with_timeout")),
+    (_S.ANSWERING, _E.CLOSED): (_S.OVER, ("finish",)),
+    (_S.LINGERING, _E.PREFILL_DONE): (_S.OVER, ("finish",)),
+    (_S.LINGERING, _E.PREFILL_FAILED): (_S.OVER, ("finish",)),
+    (_S.LINGERING, _E.EXPIRED): (_S.OVER, ("drop_prefill", "finish")),
+    (_S.LINGERING, _E.LINGERED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
+    # The decode's head may cross our own answer on the way.
+    (_S.ENDED, _E.DECODE_HEAD): (_S.ENDED, ()),
+    (_S.ENDED, _E.DECODE_HEAD_EARLY): (_S.ENDED, ()),
+    (_S.ENDED, _E.DECODE_REFUSED): (_S.ENDED, ()),
+    (_S.ENDED, _E.EXPIRED): (_S.ENDED, ()),
+    (_S.ENDED, _E.CLOSED): (_S.OVER, ("finish",)),
+}
+# The same, indexed by two small integers: a tuple look-up costs a third of a dict look-up by a pair of enums.
+_ROWS: Final = tuple(tuple(RULES.get((state, event)) for event in Event) for state in State)
+
+
+class Exchange:
+    """One direct exchange. ``fire`` is the only way its state changes."""
+
+    __slots__ = ("_outside", "state")
+
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
+        self.state = State.READY
+
+    def fire(self, event: Event) -> None:
+        """Let ``event`` happen. Raises IllegalTransitionError where the table has no such pair."""
+        rule = _ROWS[self.state][event]
+        if rule is None:
+            raise IllegalTransitionError(self.state, event)
+        self.state = rule[0]
+        for action in rule[1]:
+            getattr(self._outside, action)()

@@ -1,0 +1,320 @@
+"""A request whose answer is made here, out of the answers of several legs.
+
+Where one pair of legs cannot give the client what a single server would (several samples of a prompt, log
+probabilities that only the prefill has), all legs go out through the egress listener, and the merged answer is streamed
+to the client as Envoy's local reply. Measured on Envoy 1.40: ``streamed_immediate_response`` works after a fully
+received body, in any number of pieces, and a client that leaves closes the call at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from extproc.apis.request import InferenceRequest
+from extproc.errors import GatewayError
+from extproc.exchange import wire
+from extproc.exchange.gateway import ABORT_SECONDS
+from extproc.exchange.headers import RequestHead, end_to_end
+from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, loss_of, send_abort
+from extproc.exchange.record import naming_headers
+from extproc.handoff import sglang
+from extproc.merge.answer import joined_answer
+from extproc.merge.split import sample_edits
+from extproc.transport.interface import Header, Leg, Lost
+from extproc.workers.worker import Role, Worker
+
+if TYPE_CHECKING:
+    from extproc.exchange.session import Session
+
+_log: Final = logging.getLogger(__name__)
+_HIGH_WATER: Final = 1 << 20  # bytes queued for a client that does not read, before the workers are made to wait
+
+
+class _Phase(Enum):
+    WAITING = "waiting"  # nothing has been sent to the client
+    ANSWERING = "answering"  # the client has the head
+    ENDED = "ended"  # the client has everything it will get
+    OVER = "over"
+
+
+class _Sample:
+    """One pair of legs; the LegReceiver of its decode leg."""
+
+    __slots__ = ("_course", "_error", "_parts", "decode", "index", "prefill", "rid", "status", "worker")
+
+    def __init__(self, course: RelayedCourse, index: int, worker: Worker) -> None:
+        self._course = course
+        self.index = index
+        self.worker = worker  # who decodes
+        self.prefill: Leg | None = None
+        self.decode: Leg | None = None
+        self.rid: str | None = None
+        self.status = 0
+        self._error: Sequence[Header] | None = None  # the head of an error, until its body is here
+        self._parts: list[bytes] = []
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See LegReceiver."""
+        self.status = status
+        if 200 <= status < 300:
+            self._course.decode_head(self, headers)
+        else:
+            self._error = headers
+
+    def data(self, chunk: bytes) -> None:
+        """See LegReceiver."""
+        if self._error is not None:
+            self._parts.append(chunk)
+        else:
+            self._course.decode_data(self, chunk)
+
+    def done(self) -> None:
+        """See LegReceiver."""
+        self._over()
+        if self._error is not None:
+            body = b"".join(self._parts)
+            self._course.fail(failure_of(Role.DECODE, self.worker, self.status, self._error, body))
+        else:
+            self._course.decode_done(self)
+
+    def lost(self, reason: Lost, detail: str) -> None:
+        """See LegReceiver."""
+        self._over()
+        self._course.fail(loss_of(Role.DECODE, self.worker, reason, detail))
+
+    def _over(self) -> None:
+        self.decode = None
+        self.worker.load -= 1
+
+
+class RelayedCourse:
+    """The Course of a relayed request."""
+
+    __slots__ = (
+        "_answer",
+        "_decodes",
+        "_head",
+        "_headers",
+        "_paused",
+        "_phase",
+        "_prefill",
+        "_request",
+        "_rooms",
+        "_samples",
+        "_session",
+    )
+
+    def __init__(self, session: Session, head: RequestHead, request: InferenceRequest) -> None:
+        """Raises GatewayError when there is no pair, or the request cannot be split."""
+        self._session = session
+        self._head = head
+        self._request = request
+        self._answer = joined_answer(request)
+        pair = session.gateway.placer.pair(request.model)
+        self._prefill = pair.prefill
+        self._decodes = pair.decodes
+        self._samples = [_Sample(self, index, pair.decodes[0]) for index in range(request.samples)]
+        self._rooms: tuple[int, ...] = ()
+        self._phase = _Phase.WAITING
+        self._paused = False
+        self._headers: Sequence[Header] = ()
+        record = session.record
+        record.handoff = sglang.NAME
+        record.prefill = str(pair.prefill.url)
+        record.decode = str(pair.decodes[0].url)
+
+    # -- Course ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """See Course."""
+        session = self._session
+        session.record.sent = session.gateway.clock.now()
+        prompts = self._request.prompts or 1
+        self._rooms = session.gateway.rooms.mint(prompts * len(self._samples))
+        for sample in self._samples:
+            self._send(sample, self._rooms[sample.index * prompts : (sample.index + 1) * prompts])
+
+    def response_headers(self, headers: list[tuple[str, bytes]]) -> None:  # noqa: ARG002
+        """See Course. Envoy asks about its own local reply: there is nothing to change."""
+        self._session.call.send(wire.response_headers_reply(b""))
+
+    def drained(self) -> None:
+        """See Course."""
+        if self._paused:
+            self._paused = False
+            for sample in self._samples:
+                if sample.decode is not None:
+                    sample.decode.resume()
+
+    def expire(self) -> None:
+        """See Course."""
+        self.fail(GatewayError("request_timeout", "the request took too long"))
+
+    def closed(self) -> None:
+        """See Course."""
+        if self._phase is _Phase.OVER:
+            return
+        self._phase = _Phase.OVER
+        self._drop_legs()
+        self._session.gateway.rooms.release(self._rooms)
+        self._session.finish()
+
+    # -- what the legs tell ---------------------------------------------------------------------------------------
+
+    def decode_head(self, sample: _Sample, headers: Sequence[Header]) -> None:
+        """A decode leg answered 2xx."""
+        served_by = answered_by(self._decodes, headers)
+        if served_by is not sample.worker:
+            self._session.gateway.report_unreachable(sample.worker)
+            sample.worker.load -= 1
+            served_by.load += 1
+            sample.worker = served_by
+            self._session.record.decode = str(served_by.url)
+        if not self._headers:
+            self._headers = headers
+
+    def decode_data(self, sample: _Sample, chunk: bytes) -> None:
+        """A piece of a decode leg's answer."""
+        self._relay(lambda: self._answer.decode_data(sample.index, chunk))
+
+    def decode_done(self, sample: _Sample) -> None:
+        """A decode leg's answer is complete."""
+        self._relay(lambda: self._answer.decode_done(sample.index))
+
+    def fail(self, error: GatewayError) -> None:
+        """A leg failed, so the request fails: end every leg, tell the client as well as it still can be told."""
+        if self._phase in (_Phase.ENDED, _Phase.OVER):
+            return
+        started = self._phase is _Phase.ANSWERING
+        self._phase = _Phase.ENDED
+        if error.fault.code == "prefill_unreachable":
+            self._session.gateway.report_unreachable(self._prefill)
+        self._drop_legs()
+        session = self._session
+        if not started:
+            session.reject(error)
+            return
+        session.record.code = error.fault.code
+        session.record.message = error.message
+        if self._request.stream:
+            self._send_body(self._answer.fail(error), end=True)
+        else:
+            session.reject(error)  # the head is out: Envoy cuts the connection, so that nobody takes it for complete
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _send(self, sample: _Sample, rooms: tuple[int, ...]) -> None:
+        session = self._session
+        gateway = session.gateway
+        request = self._request
+        if request.api.rid_key is not None and request.api.rid_key not in request.body:
+            sample.rid = sglang.new_rid(request.api.rid_prefix)
+        legs = sglang.plan(
+            request,
+            self._prefill,
+            rooms,
+            sample.rid,
+            edits=sample_edits(request, sample.index),
+            trust_client=gateway.config.trust_client,
+        )
+        path, request_id = self._path(), session.record.request_id.encode()
+        self._prefill.load += 1
+        sample.prefill = gateway.egress.send(
+            leg_headers(self._head, path, [self._prefill], request_id, len(legs.prefill)),
+            legs.prefill,
+            WholeAnswer(
+                Role.PREFILL,
+                self._prefill,
+                lambda answer: self._prefill_done(sample, answer),
+                lambda error: self._prefill_failed(sample, error),
+                keep=self._answer.needs_prefill,
+            ),
+        )
+        sample.worker.load += 1
+        sample.decode = gateway.egress.send(
+            leg_headers(self._head, path, self._decodes, request_id, len(legs.decode)), legs.decode, sample
+        )
+
+    def _path(self) -> bytes:
+        _, mark, query = self._head.path.partition("?")
+        return (self._request.api.worker_path + mark + query).encode("latin-1")
+
+    def _prefill_done(self, sample: _Sample, answer: WholeAnswer) -> None:
+        self._prefill_over(sample)
+        if self._answer.needs_prefill:
+            self._relay(lambda: self._answer.prefill_done(sample.index, answer.body))
+
+    def _prefill_failed(self, sample: _Sample, error: GatewayError) -> None:
+        self._prefill_over(sample)
+        self.fail(error)
+
+    def _prefill_over(self, sample: _Sample) -> None:
+        sample.prefill = None
+        self._prefill.load -= 1
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
+
+    def _relay(self, step: Callable[[], bytes]) -> None:
+        """Take one step of the merge and send what it yields."""
+        if self._phase in (_Phase.ENDED, _Phase.OVER):
+            return
+        try:
+            chunk = step()
+        except GatewayError as error:
+            self.fail(error)
+            return
+        if self._answer.complete:
+            if self._phase is _Phase.WAITING:
+                self._send_head()
+            self._phase = _Phase.ENDED
+            self._send_body(chunk, end=True)
+            self._drop_legs()
+        elif chunk:
+            if self._phase is _Phase.WAITING:
+                self._send_head()
+                self._phase = _Phase.ANSWERING
+            self._send_body(chunk, end=False)
+
+    def _send_head(self) -> None:
+        session = self._session
+        record = session.record
+        record.headed = session.gateway.clock.now()
+        record.status = 200
+        headers = [field for field in end_to_end(self._headers) if field[0] not in (b"content-type", b"x-request-id")]
+        headers += [(b"content-type", self._answer.content_type), (b"x-request-id", record.request_id.encode())]
+        if session.gateway.config.response_headers:
+            headers += naming_headers(record)
+        session.call.send(wire.relayed_head(200, headers))
+
+    def _send_body(self, chunk: bytes, *, end: bool) -> None:
+        call = self._session.call
+        for message in wire.relayed_body(chunk, end=end):
+            call.send(message)
+        if not end and not self._paused and call.queued > _HIGH_WATER:
+            self._paused = True
+            for sample in self._samples:
+                if sample.decode is not None:
+                    sample.decode.pause()
+
+    def _drop_legs(self) -> None:
+        """End whatever is still out, on its worker too."""
+        for sample in self._samples:
+            if sample.prefill is not None:
+                sample.prefill.cancel()
+                self._prefill_over(sample)
+                self._abort(sample, self._prefill)
+            if sample.decode is not None:
+                sample.decode.cancel()
+                sample.decode = None
+                sample.worker.load -= 1
+                self._abort(sample, sample.worker)
+
+    def _abort(self, sample: _Sample, worker: Worker) -> None:
+        if sample.rid is None:
+            return
+        gateway = self._session.gateway
+        rid = sglang.abortable_rid(self._request, sample.rid)
+        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id.encode())
+        gateway.clock.after(ABORT_SECONDS, leg.cancel)

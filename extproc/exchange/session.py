@@ -1,0 +1,192 @@
+"""One ``Process`` stream of Envoy's: collects the request, sends it on its course, answers what cannot be served."""
+
+from __future__ import annotations
+
+import logging
+from hmac import compare_digest
+from typing import Final, Protocol
+
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+
+from extproc.apis.request import InferenceRequest
+from extproc.apis.table import APIS, Api, Flow
+from extproc.errors import GatewayError
+from extproc.exchange import wire
+from extproc.exchange.direct import DirectCourse
+from extproc.exchange.gateway import Gateway
+from extproc.exchange.headers import RequestHead, client_request_id, new_request_id
+from extproc.exchange.record import Record
+from extproc.exchange.relayed import RelayedCourse
+from extproc.transport.interface import Call
+
+_log: Final = logging.getLogger(__name__)
+_DRAIN_RETRY_AFTER: Final = 1
+
+
+class Course(Protocol):
+    """How an accepted request is served, from its release to its end."""
+
+    def start(self) -> None:
+        """Send the legs."""
+
+    def response_headers(self, headers: list[tuple[str, bytes]]) -> None:
+        """Envoy has the head of the decode's answer and waits for our word."""
+
+    def drained(self) -> None:
+        """Envoy took what was queued."""
+
+    def expire(self) -> None:
+        """The request's deadline passed."""
+
+    def closed(self) -> None:
+        """Envoy ended the stream."""
+
+
+class Session:
+    """A CallHandler for one HTTP request."""
+
+    __slots__ = ("_answered", "_course", "_head", "_parts", "_size", "call", "gateway", "has_trailers", "record")
+
+    def __init__(self, gateway: Gateway, call: Call) -> None:
+        self.gateway = gateway
+        self.call = call
+        self.record = Record("", "", gateway.clock.now())
+        self.has_trailers = False
+        self._head: RequestHead | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._course: Course | None = None
+        self._answered = False
+        gateway.enter(self)
+
+    def received(self, message: bytes) -> None:
+        """See CallHandler."""
+        if self._answered:
+            return  # what Envoy had sent before it heard our answer
+        request = ProcessingRequest.FromString(message)
+        kind = request.WhichOneof("request")
+        if kind == "request_headers":
+            headers = request.request_headers
+            self._on_head(RequestHead.of([(h.key, h.raw_value) for h in headers.headers.headers]))
+            if headers.end_of_stream:
+                self._on_complete()
+        elif kind == "request_body":
+            self._on_body(request.request_body.body)
+            if request.request_body.end_of_stream:
+                self._on_complete()
+        elif kind == "response_headers":
+            if self._course is not None:
+                headers = request.response_headers.headers.headers
+                self._course.response_headers([(h.key, h.raw_value) for h in headers])
+        elif kind == "request_trailers":
+            self.has_trailers = True
+            self._on_complete()
+        elif kind == "response_trailers":
+            self.call.send(wire.response_trailers_reply())
+
+    def drained(self) -> None:
+        """See CallHandler."""
+        if self._course is not None:
+            self._course.drained()
+
+    def closed(self) -> None:
+        """See CallHandler."""
+        if self._course is not None:
+            self._course.closed()
+        else:
+            self.finish()
+
+    def expire(self) -> None:
+        """The request's deadline passed."""
+        if self._course is not None:
+            self._course.expire()
+        elif not self._answered:
+            self.reject(GatewayError("request_timeout", "the request did not arrive in time"))
+
+    def reject(self, error: GatewayError) -> None:
+        """Answer the client with ``error``; where an answer has begun, Envoy cuts it instead."""
+        record = self.record
+        self._answered = True
+        self._parts.clear()
+        record.status = record.status or error.status
+        record.code = error.fault.code
+        record.message = error.message
+        headers = [*error.headers, (b"x-request-id", record.request_id.encode())]
+        self.call.send(wire.immediate_reply(error.status, headers, error.body))
+
+    def finish(self) -> None:
+        """The request is over: tell the observer."""
+        self.record.ended = self.gateway.clock.now()
+        self._parts.clear()
+        self.gateway.leave(self)
+        self.gateway.observer.finished(self.record)
+
+    def _on_head(self, head: RequestHead) -> None:
+        self._head = head
+        config = self.gateway.config
+        api = APIS.get(head.path.partition("?")[0])
+        record = self.record
+        record.request_id = client_request_id(head, config.request_id_headers) or new_request_id(
+            api.id_prefix if api else "req-"
+        )
+        if api is None:
+            self.reject(GatewayError("not_found", f"Invalid URL ({head.method} {head.path})"))
+            return
+        record.api = api.name
+        try:
+            self._admit(head)
+        except GatewayError as error:
+            self.reject(error)
+
+    def _admit(self, head: RequestHead) -> None:
+        gateway = self.gateway
+        if gateway.authorization is not None:
+            given = head.first("authorization") or b""
+            if not compare_digest(given, gateway.authorization):
+                raise GatewayError("unauthorized", "the request does not bear the gateway's API key")
+        if gateway.draining:
+            raise GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
+        announced = head.first("content-length")
+        if announced is not None and announced.isdigit():
+            self._check_size(int(announced))
+
+    def _check_size(self, size: int) -> None:
+        limit = self.gateway.config.max_payload_bytes
+        if size > limit:
+            raise GatewayError("payload_too_large", f"the body is larger than {limit} bytes")
+
+    def _on_body(self, chunk: bytes) -> None:
+        self._size += len(chunk)
+        try:
+            self._check_size(self._size)
+        except GatewayError as error:
+            self.reject(error)
+        else:
+            self._parts.append(chunk)
+
+    def _on_complete(self) -> None:
+        if self._answered or self._course is not None or self._head is None:
+            return
+        parts = self._parts
+        raw = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        api = APIS[self._head.path.partition("?")[0]]
+        try:
+            course = self._course = self._set_course(api, self._head, InferenceRequest.read(api, raw))
+            course.start()
+        except GatewayError as error:
+            self.reject(error)
+        except Exception:  # noqa: BLE001 - whatever it is, the client must hear of it and the service must go on
+            _log.exception("request %s failed", self.record.request_id)
+            self.reject(GatewayError("internal_error", "the gateway failed; its log says why"))
+
+    def _set_course(self, api: Api, head: RequestHead, request: InferenceRequest) -> Course:
+        record = self.record
+        record.model = request.model or ""
+        record.stream = request.stream
+        record.samples = request.samples
+        if api.flow is Flow.PREFILL_ONLY:
+            return DirectCourse.alone(self, head, request)
+        if request.samples > 1 or request.prompt_logprobs:
+            return RelayedCourse(self, head, request)
+        return DirectCourse.paired(self, head, request)

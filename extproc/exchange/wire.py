@@ -1,0 +1,117 @@
+"""The ext_proc messages of the request path, encoded by hand.
+
+Reading uses protobuf's upb messages (0.9 µs each). Writing composes the few shapes we send from prepared byte strings:
+building the same messages through upb objects costs 4 to 10 µs a message, composing them about 1 µs. Field numbers are
+those of envoy/service/ext_proc/v3/external_processor.proto and envoy/config/core/v3/base.proto; a test decodes every
+message with upb and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+_OVERWRITE: Final = b"\x18\x02"  # HeaderValueOption.append_action = OVERWRITE_IF_EXISTS_OR_ADD
+BODY_CHUNK: Final = 1 << 16  # streamed replies leave in pieces of at most this size, well below gRPC's 4 MB default
+
+
+def varint(value: int) -> bytes:
+    """Protobuf's base-128 encoding of a non-negative integer."""
+    if value < 0x80:
+        return value.to_bytes(1, "little")
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def field(number: int, payload: bytes) -> bytes:
+    """A length-delimited field with a number below 16."""
+    return bytes((number << 3 | 2,)) + varint(len(payload)) + payload
+
+
+def set_header(name: bytes, value: bytes) -> bytes:
+    """A ``HeaderMutation.set_headers`` entry that replaces or adds ``name``."""
+    size = len(value)
+    if size < 0x60 and len(name) < 0x18:  # every length fits one byte
+        key = len(name)
+        inner = key + size + 4
+        return b"\x0a%c\x0a%c\x0a%c%b\x1a%c%b\x18\x02" % (inner + 4, inner, key, name, size, value)
+    return field(1, field(1, field(1, name) + field(3, value)) + _OVERWRITE)
+
+
+def remove_header(name: bytes) -> bytes:
+    """A ``HeaderMutation.remove_headers`` entry."""
+    return field(2, name)
+
+
+def destination_metadata(addresses: Sequence[str]) -> bytes:
+    """The ``dynamic_metadata`` field that names the hosts Envoy may use, in order of preference."""
+    value = field(3, ",".join(addresses).encode())  # Value.string_value
+    inner = field(1, field(1, b"x-gateway-destination-endpoint") + field(2, value))  # Struct.fields entry
+    outer = field(1, field(1, b"envoy.lb") + field(2, field(5, inner)))  # Value.struct_value
+    return field(8, outer)
+
+
+def request_headers_reply(mutation: bytes, metadata: bytes = b"") -> bytes:
+    """``ProcessingResponse.request_headers``: release the held headers with a header mutation."""
+    return field(1, field(1, field(2, mutation))) + metadata
+
+
+def request_body_reply(body: bytes, *, end: bool) -> bytes:
+    """``ProcessingResponse.request_body`` with a whole streamed body."""
+    return _streamed_body(3, body, end=end)
+
+
+def request_trailers_reply() -> bytes:
+    """``ProcessingResponse.request_trailers`` with nothing changed."""
+    return b"\x2a\x00"
+
+
+def response_headers_reply(mutation: bytes) -> bytes:
+    """``ProcessingResponse.response_headers`` with a header mutation."""
+    return field(2, field(1, field(2, mutation)))
+
+
+def response_trailers_reply() -> bytes:
+    """``ProcessingResponse.response_trailers`` with nothing changed."""
+    return b"\x32\x00"
+
+
+def immediate_reply(status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """``ProcessingResponse.immediate_response``: Envoy answers the client with this, or resets after the head."""
+    mutation = b"".join([set_header(name, value) for name, value in headers])
+    content = field(1, b"\x08" + varint(status)) + field(2, mutation) + field(3, body)
+    return field(7, content + field(5, b"pd_extproc"))
+
+
+def relayed_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """``ProcessingResponse.streamed_immediate_response`` that opens a reply of our own."""
+    pairs = [(b":status", b"%d" % status), *headers]
+    header_map = b"".join([field(1, field(1, name) + field(3, value)) for name, value in pairs])
+    return field(11, field(1, field(1, header_map)))
+
+
+def relayed_body(chunk: bytes, *, end: bool) -> list[bytes]:
+    """``streamed_immediate_response`` messages that continue a reply of our own."""
+    pieces = [chunk[at : at + BODY_CHUNK] for at in range(0, len(chunk), BODY_CHUNK)] or [b""]
+    last = len(pieces) - 1
+    return [
+        field(11, field(2, field(1, piece) + (b"\x10\x01" if end and at == last else b"")))
+        for at, piece in enumerate(pieces)
+    ]
+
+
+def _streamed_body(number: int, body: bytes, *, end: bool) -> bytes:
+    """BodyResponse{response{body_mutation{streamed_response{body, end_of_stream}}}}, the body copied once."""
+    tail = b"\x10\x01" if end else b""
+    head = b"\x0a" + varint(len(body)) if body else b""
+    size = len(head) + len(body) + len(tail)
+    for tag in (b"\x1a", b"\x1a", b"\x0a", bytes((number << 3 | 2,))):
+        # from the inside: streamed_response = 3, body_mutation = 3, response = 1, then the message's own field
+        prefix = tag + varint(size)
+        head = prefix + head
+        size += len(prefix)
+    return b"".join((head, body, tail))

@@ -1,0 +1,79 @@
+"""Placement: which prefill worker and which decode workers, in order, a request gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from extproc.errors import GatewayError
+from extproc.policies.policy import Policy
+from extproc.workers.worker import Role, Worker
+
+# Envoy tries the hosts of the list in order while they refuse the connection; dataplane's retry policy allows as many.
+CANDIDATES: Final = 4
+_RETRY_AFTER: Final = 1  # seconds; health probes of a worker that is down come about as often
+
+
+class Fleet(Protocol):
+    """The part of the worker registry that placement needs."""
+
+    def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
+        """The workers of ``role`` that may be given a request for ``model`` now."""
+
+    def knows_model(self, model: str) -> bool:
+        """Whether any registered worker, in whatever state, serves ``model``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Who serves a request: one prefill worker, and decode workers in order of preference."""
+
+    prefill: Worker
+    decodes: Sequence[Worker]
+
+
+class Placer:
+    """Applies one policy per role to the fleet."""
+
+    def __init__(self, fleet: Fleet, prefill: Policy, decode: Policy) -> None:
+        self._fleet = fleet
+        self._prefill = prefill
+        self._decode = decode
+
+    def pair(self, model: str | None) -> Pair:
+        """A prefill worker and its decode workers.
+
+        Raises:
+            GatewayError: ``model_not_found``, or ``no_available_workers`` naming the role that lacks one.
+        """
+        prefills = self._fleet.usable(Role.PREFILL, model)
+        decodes = self._fleet.usable(Role.DECODE, model)
+        if not prefills or not decodes:
+            raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
+        prefill = self._prefill.rank(prefills, 1)[0]
+        decodes = self._decode.rank(decodes, CANDIDATES)
+        first = decodes[0].api_key
+        if any(worker.api_key != first for worker in decodes):  # one request bears one key: fail over among its holders
+            decodes = [worker for worker in decodes if worker.api_key == first]
+        return Pair(prefill, decodes)
+
+    def prefills(self, model: str | None) -> Sequence[Worker]:
+        """Prefill workers in order of preference, for a request that one of them answers alone.
+
+        Raises:
+            GatewayError: as :meth:`pair`.
+        """
+        prefills = self._fleet.usable(Role.PREFILL, model)
+        if not prefills:
+            raise self._nobody(model, Role.PREFILL)
+        ranked = self._prefill.rank(prefills, CANDIDATES)
+        return [worker for worker in ranked if worker.api_key == ranked[0].api_key]
+
+    def _nobody(self, model: str | None, role: Role) -> GatewayError:
+        if model is not None and not self._fleet.knows_model(model):
+            return GatewayError("model_not_found", f"The model `{model}` does not exist", param="model")
+        which = f" for model `{model}`" if model is not None else ""
+        return GatewayError(
+            "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
+        )

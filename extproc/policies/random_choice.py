@@ -1,0 +1,22 @@
+"""random: every candidate is equally likely, every time.
+
+What: a uniform sample without repetition. When to use: many equal workers and several gateways that know nothing of
+each other. Fields: none. Failure: none; load is even on average only. Source: the peer's policy of this name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from extproc.workers.worker import Worker
+
+
+class RandomPolicy:
+    """See the module."""
+
+    def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
+        """A random selection in random order."""
+        if len(candidates) == 1:
+            return candidates
+        return random.sample(candidates, min(limit, len(candidates)))

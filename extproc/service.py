@@ -1,0 +1,237 @@
+"""Builds the parts, starts, drains and stops them. Nothing else knows everything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Final
+
+import uvloop
+
+from extproc import run_dir
+from extproc.control.api import ControlApi
+from extproc.dataplane.ads import AdsServer
+from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
+from extproc.envoy_config import dataplane_config
+from extproc.exchange.gateway import Gateway, GatewayConfig, Handle
+from extproc.exchange.session import Session
+from extproc.observe import RequestLog
+from extproc.policies.placement import Placer
+from extproc.policies.policy import Policy
+from extproc.policies.random_choice import RandomPolicy
+from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.settings import GrpcTransport, PolicyName, Settings
+from extproc.transport.egress import EgressClient
+from extproc.transport.grpcio_server import GrpcioProcessServer
+from extproc.transport.interface import Call, ProcessServer
+from extproc.transport.ngh2_server import Ngh2ProcessServer
+from extproc.workers.client import WorkerClient
+from extproc.workers.health import Monitor
+from extproc.workers.health_state import HealthSettings
+from extproc.workers.registry import Registry
+from extproc.workers.spec import WorkerSpec
+from extproc.workers.worker import Role, WorkerUrl
+
+_log: Final = logging.getLogger(__name__)
+_POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
+    PolicyName.RANDOM: RandomPolicy,
+    PolicyName.ROUND_ROBIN: RoundRobinPolicy,
+}
+_READINESS_SERVICES: Final = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+_TICK_SECONDS: Final = 1.0
+
+
+class LoopClock:
+    """The running event loop's time."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self._later = loop.call_later
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> Handle:
+        """See Clock."""
+        return self._later(seconds, callback)
+
+
+class Service:
+    """One gateway: the sidecar, and Envoy unless it runs elsewhere."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stopping = asyncio.Event()
+        self._signals = 0
+        self._envoy: EnvoyProcess | None = None
+        tls = None if settings.worker_ca_file is None else ssl.create_default_context(cafile=settings.worker_ca_file)
+        self._client = WorkerClient(tls)
+        self._ads = AdsServer(settings.ads_address)
+        self.registry = Registry(self._ads.publish, drain_limit=settings.shutdown_grace_period_secs)
+        self._monitor = Monitor(self.registry, self._client, settings=_health(settings))
+        self._control = ControlApi(
+            self.registry,
+            self._client,
+            settings.control_address,
+            api_key=settings.api_key,
+            request_id_headers=settings.request_id_headers,
+        )
+        self._egress = EgressClient(settings.egress_address.removeprefix("unix:"))
+        self._server: ProcessServer = (
+            Ngh2ProcessServer() if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer()
+        )
+        self.gateway = Gateway(
+            _gateway_config(settings),
+            Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
+            self._egress,
+            LoopClock(),
+            RequestLog(),
+            self._monitor.report_unreachable,
+        )
+
+    @property
+    def client_address(self) -> tuple[str, int]:
+        """Where clients connect; known once Envoy runs."""
+        return self._envoy.client_address if self._envoy else (self._settings.host, self._settings.port)
+
+    def stop(self) -> None:
+        """Begin to stop in order; a second call skips what is left of the grace period."""
+        self._signals += 1
+        self._stopping.set()
+
+    async def run(self, started: Callable[[], None] = lambda: None) -> int:
+        """Serve until :meth:`stop` or Envoy's death; 0, or Envoy's status. ``started`` is called once all serves.
+
+        Raises OSError, EnvoyNotFoundError or EnvoyStartError when something cannot be started.
+        """
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            started()
+            return await self._serve()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        settings = self._settings
+        stack.enter_context(run_dir.held(settings.run_dir))
+        stack.push_async_callback(self._client.close)
+        stack.push_async_callback(self.registry.close)
+        await self._ads.start()
+        stack.push_async_callback(self._ads.stop)
+        await self._control.start()
+        stack.push_async_callback(self._control.stop)
+        await self._server.start(settings.extproc_address, self._session)
+        stack.push_async_callback(self._server.drain, 0)
+        self._server.set_serving("liveness", serving=True)
+        stack.push_async_callback(self._egress.stop)
+        self._egress.start()
+        if not settings.no_envoy:
+            path = None if settings.envoy_path is None else str(settings.envoy_path)
+            self._envoy = EnvoyProcess(dataplane_config(settings), path, settings.log_level.value)
+            stack.push_async_callback(self._envoy.stop, 0)
+            await self._envoy.start()
+        for worker in settings.prefill:
+            self.registry.add(_spec(settings, worker.url, Role.PREFILL, worker.bootstrap_port))
+        for url in settings.decode:
+            self.registry.add(_spec(settings, url, Role.DECODE))
+        self._monitor.start()
+        stack.push_async_callback(self._monitor.stop)
+        ticking = asyncio.create_task(self._tick(), name="deadlines")
+        stack.callback(ticking.cancel)
+        host, port = self.client_address
+        _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _session(self, call: Call) -> Session:
+        return Session(self.gateway, call)
+
+    async def _tick(self) -> None:
+        ready: bool | None = None
+        while True:
+            self.gateway.expire()
+            now_ready = self.registry.readiness().ready and not self.gateway.draining
+            if now_ready is not ready:
+                ready = now_ready
+                for name in _READINESS_SERVICES:
+                    self._server.set_serving(name, serving=ready)
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def _serve(self) -> int:
+        stopping = asyncio.create_task(self._stopping.wait())
+        waits: set[asyncio.Task[object]] = {stopping}
+        death: asyncio.Task[int] | None = None
+        if self._envoy is not None:
+            death = asyncio.create_task(self._envoy.wait())
+            waits.add(death)
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if death is not None and death.done():
+            status = death.result()
+            stopping.cancel()
+            _log.error("Envoy ended by itself with status %d", status)
+            return status if status > 0 else 128 - status if status < 0 else 1
+        await self._drain()
+        if death is not None:
+            death.cancel()
+        return 0
+
+    async def _drain(self) -> None:
+        """No new requests; those under way end within the grace period, or sooner at a second signal."""
+        grace = self._settings.shutdown_grace_period_secs
+        _log.info("stopping", extra={"in_flight": self.gateway.alive, "grace_s": float(grace)})
+        self._control.set_draining()
+        self.gateway.draining = True
+        drained = asyncio.create_task(self._until_idle(grace))
+        while not drained.done() and self._signals < 2:
+            await asyncio.wait([drained], timeout=0.1)
+        drained.cancel()
+        if self.gateway.alive:
+            _log.warning("ending %d requests that are still under way", self.gateway.alive)
+
+    async def _until_idle(self, grace: float) -> None:
+        if self._envoy is not None:
+            await self._envoy.stop(grace)
+        else:
+            await self.gateway.idle(grace)
+
+
+def run(settings: Settings) -> int:
+    """``pd-extproc launch``: serve until SIGTERM, SIGINT or Envoy's death. Returns the exit code."""
+    return uvloop.run(_run(settings))
+
+
+async def _run(settings: Settings) -> int:
+    service = Service(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.stop)
+    try:
+        return await service.run()
+    except (OSError, EnvoyNotFoundError, EnvoyStartError) as error:
+        _log.error("cannot start: %s", error)
+        return 1
+
+
+def _spec(settings: Settings, url: WorkerUrl, role: Role, bootstrap_port: int | None = None) -> WorkerSpec:
+    """A worker given at start. As with the peer, it is trusted with the gateway's own key."""
+    return WorkerSpec(url, role, bootstrap_port=bootstrap_port, api_key=settings.api_key)
+
+
+def _health(settings: Settings) -> HealthSettings:
+    return HealthSettings(
+        failure_threshold=settings.health_failure_threshold,
+        success_threshold=settings.health_success_threshold,
+        timeout=settings.health_check_timeout_secs,
+        interval=settings.health_check_interval_secs,
+        endpoint=settings.health_check_endpoint,
+        enabled=not settings.disable_health_check,
+    )
+
+
+def _gateway_config(settings: Settings) -> GatewayConfig:
+    return GatewayConfig(
+        request_timeout=settings.request_timeout_secs,
+        max_payload_bytes=settings.max_payload_size,
+        request_id_headers=tuple(settings.request_id_headers),
+        api_key=settings.api_key,
+        response_headers=settings.response_headers,
+        trust_client=settings.trust_client_control_fields,
+    )

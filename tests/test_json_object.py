@@ -1,0 +1,127 @@
+"""Reading and splicing a JSON object in its raw bytes."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.apis.json_object import JsonObject
+from extproc.errors import GatewayError
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+spaces = st.text(alphabet=" \t\r\n", max_size=3)
+
+
+@st.composite
+def documents(draw):
+    """An object as raw text with its members as (key, raw key, raw value), whitespace and escapes of all kinds."""
+    members = []
+    for key, value in draw(st.dictionaries(st.text(), values, max_size=6)).items():
+        ascii_only = draw(st.booleans())
+        members.append((key, json.dumps(key, ensure_ascii=ascii_only), json.dumps(value, ensure_ascii=ascii_only)))
+    gaps = [draw(spaces) for _ in range(4)]
+    text = (gaps[1] + "," + gaps[2]).join(f"{k}{gaps[3]}:{gaps[0]}{v}" for _, k, v in members)
+    return draw(spaces) + "{" + draw(spaces) + text + draw(spaces) + "}" + draw(spaces), members
+
+
+def encodable(text):
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return None
+
+
+@given(documents(), st.dictionaries(st.sampled_from(["a", "stream", "ü", "x y"]), st.sampled_from([b"1", b'"v"', b"[]"])))
+def test_an_edit_yields_the_original_plus_the_fields(document, put):
+    text, members = document
+    raw = encodable(text)
+    if raw is None or "\\ud" in text.lower():
+        return
+    edited = JsonObject(raw).edited(put)
+    assert json.loads(edited) == json.loads(raw) | {key: json.loads(value) for key, value in put.items()}
+    position = 0
+    for key, raw_key, raw_value in members:  # every other member's bytes are there, in order
+        expected = put[key] if key in put else raw_value.encode()
+        for piece in (raw_key.encode(), expected):
+            position = edited.index(piece, position) + len(piece)
+
+
+@given(documents(), st.data())
+def test_dropped_members_are_gone_and_the_rest_is_untouched(document, data):
+    text, members = document
+    raw = encodable(text)
+    if raw is None or "\\ud" in text.lower():
+        return
+    drop = data.draw(st.sets(st.sampled_from([key for key, _, _ in members]))) if members else set()
+    edited = JsonObject(raw).edited({}, drop, b'"room":1')
+    expected = {key: value for key, value in json.loads(raw).items() if key not in drop}
+    assert json.loads(edited) == expected | {"room": 1}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "\\u0061"]), values.map(json.dumps)), max_size=6), spaces)
+def test_duplicates_are_found_whatever_the_values_look_like(members, space):
+    text = "{" + ",".join(f'{space}"{key}":{value}{space}' for key, value in members) + "}"
+    if "\\ud" in text.lower():
+        return
+    keys = [json.loads(f'"{key}"') for key, _ in members]
+    assert JsonObject(text.encode()).duplicated() == {key for key in keys if keys.count(key) > 1}
+
+
+def test_untouched_values_keep_their_exact_bytes():
+    raw = b'{"big":123456789012345678901234567890,"f":1.10,"esc":"\\u00e9\\/","dup":1,"dup":2}'
+    assert JsonObject(raw).edited({"new": b"true"}) == raw[:-1] + b',"new":true}'
+
+
+def test_a_replaced_member_keeps_its_place():
+    raw = b'{ "a": 1 , "stream" : true , "b": [{"stream": true}] }'
+    assert JsonObject(raw).edited({"stream": b"false"}) == b'{"a": 1,"stream" : false,"b": [{"stream": true}]}'
+
+
+def test_an_edit_reaches_every_occurrence_of_a_duplicated_key():
+    assert json.loads(JsonObject(b'{"a":[1,{"a":"}"}],"b":2,"a":3}').edited({}, {"a"})) == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"  ",
+        b"null",
+        b"[1]",
+        b'"text"',
+        b"{",
+        b'{"a":}',
+        b'{"a":1,}',
+        b'{"a":1}x',
+        b'{"a":NaN}',
+        b'{"a":01}',
+        b'{"a":"\n"}',
+        b'{"a":"\xff"}',
+        b'{"a":"\\x"}',
+        b"\xef\xbb\xbf{}",
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_what_is_not_a_json_object_is_refused(raw):
+    with pytest.raises(GatewayError) as refused:
+        JsonObject(raw)
+    assert refused.value.fault.code == "invalid_json"
+
+
+@pytest.mark.parametrize("raw", [b'{"n":1e999}', b'{"model":"\\udc00"}'])
+def test_a_value_that_only_looks_right_is_refused_when_it_is_read(raw):
+    with pytest.raises(GatewayError) as refused:
+        body = JsonObject(raw)
+        body.get("n")
+        body.get("model")
+    assert refused.value.fault.code == "invalid_json"
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_refused_and_never_crashes(raw):
+    try:
+        JsonObject(raw).duplicated()
+    except GatewayError as error:
+        assert error.fault.code == "invalid_json"
