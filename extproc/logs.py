@@ -19,6 +19,7 @@ import orjson
 # A pipe that polls writable takes at least PIPE_BUF bytes at once without blocking (pipe(7)); 4096 on Linux.
 _UNBLOCKED_BYTES = select.PIPE_BUF
 _RETRY_SECONDS = 0.02
+_PATIENCE_MS = 1000
 _MAX_PENDING_BYTES = 4 * 1024 * 1024
 
 
@@ -70,7 +71,11 @@ def _quoted(value: object) -> str:
     text = value if type(value) is str else f"{value:.3f}" if type(value) is float else str(value)
     if text and text.isprintable() and " " not in text and '"' not in text and "=" not in text:
         return text
-    return orjson.dumps(text.encode("utf-8", "replace").decode()).decode()
+    return orjson.dumps(_without_surrogates(text)).decode()
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 class HumanFormatter(logging.Formatter):
@@ -118,7 +123,7 @@ class JsonFormatter(logging.Formatter):
         try:
             return orjson.dumps(entry, default=str).decode()
         except orjson.JSONEncodeError:  # lone surrogates, integers beyond 64 bits
-            return orjson.dumps({key: _quoted(value) for key, value in entry.items()}).decode()
+            return orjson.dumps({key: _without_surrogates(str(value)) for key, value in entry.items()}).decode()
 
 
 class TickHandler(logging.Handler):
@@ -126,7 +131,7 @@ class TickHandler(logging.Handler):
 
     A reader of our standard error that has stopped reading must not stop the gateway: while the descriptor does not
     poll writable, lines wait in memory, and past 4 MiB of them new ones are counted and dropped. Without a running
-    loop (start, shutdown, other threads) lines are written at once and may block.
+    loop (start, shutdown, other threads) lines are written at once, waiting at most a second for the reader.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -158,7 +163,7 @@ class TickHandler(logging.Handler):
             loop.call_soon(self._tick, loop)
 
     def flush(self) -> None:
-        """Write everything that waits, blocking; ``logging`` calls it when the process ends."""
+        """Write everything that waits; ``logging`` calls it when the process ends."""
         self.acquire()
         try:
             self._write_all()
@@ -180,6 +185,9 @@ class TickHandler(logging.Handler):
 
     def _write_all(self) -> None:
         while self._pending:
+            if not self._poll.poll(_PATIENCE_MS):
+                self._pending.clear()
+                return
             self._write_some()
 
     def _write_some(self) -> None:
@@ -187,8 +195,8 @@ class TickHandler(logging.Handler):
         size = self._pending.rfind(b"\n", 0, _UNBLOCKED_BYTES) + 1 or _UNBLOCKED_BYTES
         try:
             del self._pending[: os.write(self._descriptor, self._pending[:size])]
-        except BlockingIOError:  # somebody made the descriptor non-blocking
-            self._poll.poll()
+        except BlockingIOError:  # somebody made the descriptor non-blocking; the caller polls again
+            return
         except OSError:  # the reader is gone; there is nobody to tell
             self._pending.clear()
         if self._dropped and len(self._pending) < _MAX_PENDING_BYTES // 2:
@@ -210,6 +218,7 @@ def configure(level: LogLevel, *, as_json: bool = False, descriptor: int | None 
     root = logging.getLogger()
     for previous in root.handlers[:]:
         root.removeHandler(previous)
+        previous.flush()
         previous.close()
     root.addHandler(handler)
     root.setLevel(max(level.number, logging.WARNING))

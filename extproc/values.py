@@ -16,6 +16,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
+from extproc.transport.address import TcpAddress, UnixAddress, parse_address
 from extproc.workers.worker import WorkerUrl
 
 _UNIX_PATH_BYTES = 107  # sun_path without its terminating zero
@@ -72,6 +73,12 @@ def _port_in_range(port: int) -> int:
     return port
 
 
+def _listening_port(port: int) -> int:
+    if not 0 <= port <= 65535:
+        raise ValueError("Port must be between 0 and 65535")
+    return port
+
+
 def _items(value: object) -> object:
     """The environment's form of a worker list: items separated by semicolons."""
     return [item.strip() for item in value.split(";") if item.strip()] if isinstance(value, str) else value
@@ -82,11 +89,19 @@ def _prefill_worker(value: object) -> object:
     if isinstance(value, dict) and "url" in value and value.keys() <= {"url", "bootstrap_port"}:
         port = value.get("bootstrap_port")
         value = f"{value['url']} {'none' if port is None else port}"
-    return PrefillWorker.parse(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return PrefillWorker.parse(value)
+    if not isinstance(value, PrefillWorker):
+        raise ValueError("expected URL [PORT|none], or a mapping with url and bootstrap_port")
+    return value
 
 
 def _worker_url(value: object) -> object:
-    return WorkerUrl.parse(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return WorkerUrl.parse(value)
+    if not isinstance(value, WorkerUrl):
+        raise ValueError("expected a URL")
+    return value
 
 
 def _policy(value: object) -> object:
@@ -123,24 +138,21 @@ def _ip_address(host: str) -> str:
 
 
 def _address(text: str) -> str:
-    if text.startswith("unix:"):
-        path = text.removeprefix("unix:")
-        if not path.startswith("/"):
-            raise ValueError("A unix socket's path must be absolute: unix:/path")
-        if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
-            raise ValueError(f"A unix socket's path must not be longer than {_UNIX_PATH_BYTES} bytes")
-        return text
-    host, port = host_and_port(text)
-    _port_in_range(port)
-    return f"{host}:{port}"
+    match parse_address(text):
+        case UnixAddress(path) as address:
+            if not path.startswith("/"):
+                raise ValueError("A unix socket's path must be absolute: unix:/path")
+            if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
+                raise ValueError(f"A unix socket's path must not be longer than {_UNIX_PATH_BYTES} bytes")
+        case TcpAddress(_, port) as address:
+            _port_in_range(port)
+    return str(address)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split ``host:port``; the host keeps the brackets of an IPv6 address."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", address)
-    if match is None:
-        raise ValueError("Must be unix:/path or host:port, an IPv6 address in brackets")
-    return match[1], int(match[2])
+def _unix_address(text: str) -> str:
+    if not text.startswith("unix:"):
+        raise ValueError("Must be unix:/path")
+    return _address(text)
 
 
 def _path_of_url(path: str) -> str:
@@ -179,14 +191,15 @@ def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
 
 
-Port = Annotated[int, AfterValidator(_port_in_range)]
+Port = Annotated[int, AfterValidator(_listening_port)]
 Count = Annotated[int, AfterValidator(_at_least_one)]
 Duration = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive)]  # seconds
 Grace = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_negative)]  # seconds, may be none
 Text = Annotated[str, AfterValidator(_not_empty)]
 File = Annotated[Path, AfterValidator(_absolute)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
-Address = Annotated[str, AfterValidator(_address)]
+AddressText = Annotated[str, AfterValidator(_address)]
+UnixAddressText = Annotated[str, AfterValidator(_unix_address)]
 UrlPath = Annotated[str, AfterValidator(_path_of_url)]
 Policy = Annotated[PolicyName, BeforeValidator(_policy)]
 HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]

@@ -1,0 +1,7 @@
+"""``python -m extproc`` is ``pd-extproc``."""
+
+import sys
+
+from extproc.cli import main
+
+sys.exit(main())

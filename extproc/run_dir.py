@@ -1,0 +1,52 @@
+"""The run directory: where the sockets between Envoy and the sidecar are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Make ``path`` (mode 0700) if need be and hold it for this process; at the end, nothing of ours is left in it.
+
+    A second process that wants it is refused: it would take the first one's sockets away. So is a directory that
+    belongs to another user, who could put sockets of his own there. A directory that was there before (a volume
+    shared with Envoy's container) keeps its mode and stays. Raises OSError.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True)
+        made = True
+    except FileExistsError:
+        made = False
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
+            raise PermissionError(f"{path} belongs to another user")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{path} is in use by another pd-extproc") from None
+        _remove_sockets(path)  # those of a process that was killed
+        try:
+            yield
+        finally:
+            _remove_sockets(path)
+            if made:
+                with suppress(OSError):  # somebody else's file is in it
+                    path.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def _remove_sockets(path: Path) -> None:
+    for entry in path.iterdir():
+        if stat.S_ISSOCK(entry.lstat().st_mode):
+            entry.unlink(missing_ok=True)

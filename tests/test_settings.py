@@ -1,0 +1,413 @@
+"""Where settings come from, which source wins, and what is said when one is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from extproc import settings as settings_module
+from extproc.logs import LogLevel
+from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
+from extproc.settings import GrpcTransport, Mode, Option, PolicyName, PrefillWorker, Settings, usable_cores
+from extproc.sources import SettingsError, load_settings
+from extproc.workers.worker import WorkerUrl
+
+
+def load(
+    flags: dict[str, object] | None = None, environ: dict[str, str] | None = None, config: str | None = None
+) -> Settings:
+    return load_settings(flags or {}, environ or {}, config)
+
+
+def problems(
+    flags: dict[str, object] | None = None, environ: dict[str, str] | None = None, config: str | None = None
+) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        load(flags, environ, config)
+    return list(caught.value.problems)
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    return tmp_path / "gateway.yaml"
+
+
+def test_the_defaults_are_the_peers() -> None:
+    settings = load()
+    assert settings.mode is Mode.REGULAR
+    assert (settings.host, settings.port) == ("0.0.0.0", 30000)
+    assert settings.max_payload_size == 512 * 1024 * 1024
+    assert settings.request_timeout_secs == 1800
+    assert settings.request_id_headers == ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+    assert (settings.prometheus_host, settings.prometheus_port) == ("0.0.0.0", 29000)
+    assert (settings.health_failure_threshold, settings.health_success_threshold) == (3, 2)
+    assert (settings.health_check_timeout_secs, settings.health_check_interval_secs) == (5, 60)
+    assert settings.health_check_endpoint == "/health"
+    assert settings.disable_health_check is False
+    assert settings.drain_settle_secs == 5
+    assert settings.shutdown_grace_period_secs == 180
+    assert settings.log_level is LogLevel.INFO
+    assert settings.api_key is None
+
+
+def test_our_own_defaults() -> None:
+    settings = load()
+    assert settings.policy is PolicyName.ROUND_ROBIN
+    assert settings.envoy_admin_port == 9901
+    assert settings.envoy_concurrency == usable_cores()
+    assert settings.grpc_transport is GrpcTransport.NGH2
+    assert settings.response_headers is True
+    assert settings.trust_client_control_fields is False
+    assert settings.no_envoy is False
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "yaml_value", "expected"),
+    [
+        ("1001", "1002", "1003", 1001),
+        (None, "1002", "1003", 1002),
+        (None, None, "1003", 1003),
+        (None, None, None, 30000),
+        ("1001", None, "1003", 1001),
+        ("1001", "not a port", "nor this", 1001),
+    ],
+)
+def test_flags_win_over_environment_over_file_over_default(
+    yaml_file: Path, flag: str | None, variable: str | None, yaml_value: str | None, expected: int
+) -> None:
+    yaml_file.write_text("" if yaml_value is None else f"port: {yaml_value}\n")
+    flags: dict[str, object] = {} if flag is None else {"port": flag}
+    environ = {} if variable is None else {"PD_EXTPROC_PORT": variable}
+    assert load(flags, environ, str(yaml_file)).port == expected
+
+
+def test_a_list_is_replaced_as_a_whole(yaml_file: Path) -> None:
+    yaml_file.write_text("decode: [http://file:1, http://file:2]\n")
+    assert load({"decode": ["http://flag:1"]}, config=str(yaml_file)).decode == (WorkerUrl("http", "flag", 1),)
+
+
+def test_the_file_can_be_named_by_the_environment_and_the_flag_wins(yaml_file: Path, tmp_path: Path) -> None:
+    yaml_file.write_text("port: 1\n")
+    other = tmp_path / "other.yaml"
+    other.write_text("port: 2\n")
+    environ = {"PD_EXTPROC_CONFIG": str(yaml_file)}
+    assert load(environ=environ).port == 1
+    assert load(environ=environ, config=str(other)).port == 2
+
+
+SAMPLES: dict[str, tuple[str, str, object]] = {
+    # field: (text for flag and environment, YAML, what it means)
+    "pd_disaggregation": ("true", "true", True),
+    "prefill": ("http://a:1 8998", "[http://a:1 8998]", (PrefillWorker(WorkerUrl("http", "a", 1), 8998),)),
+    "decode": ("http://a:1", "[http://a:1]", (WorkerUrl("http", "a", 1),)),
+    "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
+    "policy": ("random", "random", PolicyName.RANDOM),
+    "prefill_policy": ("random", "random", PolicyName.RANDOM),
+    "decode_policy": ("random", "random", PolicyName.RANDOM),
+    "host": ("::1", "'::1'", "::1"),
+    "port": ("81", "81", 81),
+    "api_key": ("secret", "secret", "secret"),
+    "max_payload_size": ("1024", "1024", 1024),
+    "request_timeout_secs": ("0.5", "0.5", 0.5),
+    "request_id_headers": ("X-One", "[X-One]", ("x-one",)),
+    "response_headers": ("false", "false", False),
+    "trust_client_control_fields": ("true", "true", True),
+    "disable_health_check": ("true", "true", True),
+    "health_check_endpoint": ("/ping?deep=1", "/ping?deep=1", "/ping?deep=1"),
+    "health_check_interval_secs": ("7", "7", 7),
+    "health_check_timeout_secs": ("7", "7", 7),
+    "health_failure_threshold": ("7", "7", 7),
+    "health_success_threshold": ("7", "7", 7),
+    "drain_settle_secs": ("0", "0", 0),
+    "shutdown_grace_period_secs": ("0", "0", 0),
+    "no_envoy": ("true", "true", True),
+    "envoy_path": ("/opt/envoy", "/opt/envoy", Path("/opt/envoy")),
+    "envoy_admin_port": ("81", "81", 81),
+    "envoy_concurrency": ("7", "7", 7),
+    "access_log": ("true", "true", True),
+    "run_dir": ("/srv/run", "/srv/run", Path("/srv/run")),
+    "extproc_address": ("unix:/x.sock", "unix:/x.sock", "unix:/x.sock"),
+    "ads_address": ("[::1]:81", "'[::1]:81'", "[::1]:81"),
+    "control_address": ("name:81", "name:81", "name:81"),
+    "egress_address": ("unix:/x.sock", "unix:/x.sock", "unix:/x.sock"),
+    "grpc_transport": ("grpcio", "grpcio", GrpcTransport.GRPCIO),
+    "log_level": ("debug", "debug", LogLevel.DEBUG),
+    "log_json": ("true", "true", True),
+    "prometheus_host": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    "prometheus_port": ("81", "81", 81),
+}
+
+
+@pytest.mark.parametrize("field", list(Settings.model_fields))
+def test_every_field_is_reachable_by_environment_and_file(yaml_file: Path, field: str) -> None:
+    text, yaml_text, expected = SAMPLES[field]
+    assert getattr(load(), field) != expected, "a sample that equals the default shows nothing"
+    assert getattr(load(environ={f"PD_EXTPROC_{field.upper()}": text}), field) == expected
+    yaml_file.write_text(f"{field}: {yaml_text}\n")
+    assert getattr(load(config=str(yaml_file)), field) == expected
+
+
+def test_every_field_says_how_it_looks_in_help() -> None:
+    for name, field in Settings.model_fields.items():
+        assert [item for item in field.metadata if isinstance(item, Option)], name
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://a:1 8998;http://b:2 none", [("a", 1, 8998), ("b", 2, None)]),
+        (" http://a:1 ; ;http://b:2 NONE;", [("a", 1, None), ("b", 2, None)]),
+        ("http://[fd00::1]:8000 8998", [("fd00::1", 8000, 8998)]),
+        ("", []),
+    ],
+)
+def test_prefill_workers_in_the_environment(text: str, expected: list[tuple[str, int, int | None]]) -> None:
+    workers = load(environ={"PD_EXTPROC_PREFILL": text}).prefill
+    assert [(worker.url.host, worker.url.port, worker.bootstrap_port) for worker in workers] == expected
+
+
+def test_prefill_workers_in_yaml_may_be_mappings(yaml_file: Path) -> None:
+    yaml_file.write_text(
+        "prefill:\n"
+        "  - http://a:1 8998\n"
+        "  - {url: 'http://b:2', bootstrap_port: 8999}\n"
+        "  - {url: 'http://c:3', bootstrap_port: null}\n"
+        "  - {url: 'http://d:4'}\n"
+    )
+    workers = load(config=str(yaml_file)).prefill
+    assert [(worker.url.host, worker.bootstrap_port) for worker in workers] == [
+        ("a", 8998),
+        ("b", 8999),
+        ("c", None),
+        ("d", None),
+    ]
+
+
+def test_yaml_keys_may_have_dashes(yaml_file: Path) -> None:
+    yaml_file.write_text("log-level: error\n")
+    assert load(config=str(yaml_file)).log_level is LogLevel.ERROR
+
+
+@pytest.mark.parametrize("text", ["X-One, x-two", "x-one x-two", "x-one,X-Two,"])
+def test_request_id_headers_are_separated_by_commas_or_blanks(text: str) -> None:
+    assert load(environ={"PD_EXTPROC_REQUEST_ID_HEADERS": text}).request_id_headers == ("x-one", "x-two")
+
+
+def test_role_policies_follow_the_common_one_unless_named() -> None:
+    settings = load({"policy": "random", "decode_policy": "round_robin"})
+    assert settings.prefill_policy is PolicyName.RANDOM
+    assert settings.decode_policy is PolicyName.ROUND_ROBIN
+
+
+def test_empty_worker_lists_are_allowed() -> None:
+    settings = load({"pd_disaggregation": True})
+    assert settings.mode is Mode.PREFILL_DECODE
+    assert settings.prefill == settings.decode == ()
+
+
+def test_sockets_are_in_the_run_directory_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    settings = load({"port": "31999"})
+    assert settings.run_dir == Path("/run/pd-extproc-31999")
+    assert settings.extproc_address == "unix:/run/pd-extproc-31999/extproc.sock"
+    assert settings.ads_address == "unix:/run/pd-extproc-31999/ads.sock"
+    assert settings.control_address == "unix:/run/pd-extproc-31999/control.sock"
+    assert settings.egress_address == "unix:/run/pd-extproc-31999/egress.sock"
+
+
+def test_the_run_directory_of_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert load().run_dir == Path("/run/user/1000/pd-extproc-30000")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert load().run_dir.name == "pd-extproc-30000-1000"
+
+
+def test_a_tcp_address_for_ext_proc_brings_ports_for_the_others_along() -> None:
+    settings = load({"extproc_address": "[::1]:50051", "run_dir": "/run/x"})
+    assert settings.ads_address == "[::1]:50052"
+    assert settings.control_address == "[::1]:50053"
+    assert settings.egress_address == "unix:/run/x/egress.sock"
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", 4), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("900000 100000", 4)],
+)
+def test_usable_cores_respect_a_containers_quota(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
+) -> None:
+    cpu_max = tmp_path / "cpu.max"
+    cpu_max.write_text(f"{quota}\n")
+    monkeypatch.setattr(settings_module, "_CGROUP_CPU_MAX", cpu_max)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1, 2, 3})
+    assert usable_cores() == expected
+
+
+def test_settings_are_frozen_and_hide_the_key() -> None:
+    settings = load({"api_key": "top-secret"})
+    with pytest.raises(ValidationError):
+        settings.port = 1  # type: ignore[misc]
+    assert "top-secret" not in repr(settings)
+
+
+URL_SCHEME = "URL must start with a lowercase http://, https://, grpc://, grpcs://, or ipc:// scheme"
+WRONG: list[tuple[str, str, str]] = [
+    ("port", "65536", "Port must be between 0 and 65535 (got '65536')"),
+    ("port", "x", "Input should be a valid integer, unable to parse string as an integer (got 'x')"),
+    ("port", "", "Input should be a valid integer, unable to parse string as an integer (got '')"),
+    ("host", "example.org", "Must be an IP address or localhost (got 'example.org')"),
+    ("max_payload_size", "0", "Must be >= 1 (got '0')"),
+    ("request_timeout_secs", "0", "Must be > 0 (got '0')"),
+    ("request_timeout_secs", "inf", "Input should be a finite number (got 'inf')"),
+    ("shutdown_grace_period_secs", "-1", "Must be >= 0 (got '-1')"),
+    ("health_failure_threshold", "0", "Must be >= 1 (got '0')"),
+    ("health_check_interval_secs", "0", "Must be > 0 (got '0')"),
+    ("health_check_endpoint", "health", "Must be a path that starts with / (got 'health')"),
+    ("envoy_concurrency", "0", "Must be >= 1 (got '0')"),
+    ("request_id_headers", "x y:z", "'y:z' is not a header name"),
+    ("api_key", "", "Must not be empty"),
+    ("log_level", "trace", "Input should be 'debug', 'info', 'warn' or 'error' (got 'trace')"),
+    ("log_json", "perhaps", "Input should be a valid boolean, unable to interpret input (got 'perhaps')"),
+    ("grpc_transport", "h3", "Input should be 'ngh2' or 'grpcio' (got 'h3')"),
+    ("policy", "best", "Input should be 'random' or 'round_robin' (got 'best')"),
+    ("envoy_path", "", "Must not be empty (got '')"),
+    ("extproc_address", "unix:x.sock", "A unix socket's path must be absolute: unix:/path (got 'unix:x.sock')"),
+    ("extproc_address", "::1:81", "'::1:81': expected unix:/path or host:port, an IPv6 host in brackets"),
+    ("extproc_address", "host:0", "Port must be between 1 and 65535 (got 'host:0')"),
+    ("egress_address", "host:81", "Must be unix:/path (got 'host:81')"),
+    ("decode", "HTTP://a:1", f"'HTTP://a:1': {URL_SCHEME}"),
+    ("decode", "http://", "'http://': URL must have a valid host"),
+    ("decode", "grpc://a:1", "'grpc://a:1': grpc:// workers are not served yet; use http:// or https://"),
+    ("prefill", "a:1 8998", f"'a:1': {URL_SCHEME} (got 'a:1 8998')"),
+    ("prefill", "http://a:1 x", "Invalid bootstrap port: x. Must be a number or 'none' (got 'http://a:1 x')"),
+    ("prefill", "http://a:1 -1", "Invalid bootstrap port: -1. Must be a number or 'none' (got 'http://a:1 -1')"),
+    ("prefill", "http://a:1 0", "Port must be between 1 and 65535 (got 'http://a:1 0')"),
+    ("prefill", "http://a:1 65536", "Port must be between 1 and 65535 (got 'http://a:1 65536')"),
+    ("prefill", "http://a:1 1 2", "'http://a:1 1 2': expected URL [PORT|none]"),
+]
+
+
+@pytest.mark.parametrize(("field", "text", "message"), WRONG)
+def test_a_wrong_value_is_named_with_its_source(yaml_file: Path, field: str, text: str, message: str) -> None:
+    variable = f"PD_EXTPROC_{field.upper()}"
+    flag = f"--{field.replace('_', '-')}"
+    assert problems(environ={variable: text}) == [f"{variable}: {message}"]
+    assert problems({field: [text] if field in ("prefill", "decode") else text}) == [f"{flag}: {message}"]
+    yaml_file.write_text(f'{field}: "{text}"\n')
+    assert problems(config=str(yaml_file)) == [f"{yaml_file}: {field}: {message}"]
+
+
+def test_an_empty_url_is_named() -> None:
+    assert problems({"decode": [""]}) == ["--decode: URL cannot be empty (got '')"]
+    assert problems({"prefill": [""]}) == ["--prefill: URL cannot be empty (got '')"]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES_NOT_AVAILABLE_YET))
+@pytest.mark.parametrize("field", ["policy", "prefill_policy", "decode_policy"])
+def test_the_peers_other_policies_are_refused_by_name(field: str, policy: str) -> None:
+    flag = f"--{field.replace('_', '-')}"
+    assert problems({field: policy}) == [
+        f"{flag}: policy {policy} is not available yet; there are: random, round_robin (got {policy!r})"
+    ]
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    found = problems({"port": "x", "log_level": "loud"}, {"PD_EXTPROC_POLICY": "best", "PD_EXTPROC_PROT": "1"})
+    assert [line.split(":")[0] for line in found] == ["environment", "PD_EXTPROC_POLICY", "--port", "--log-level"]
+
+
+def test_the_key_is_never_shown() -> None:
+    assert not any("sesame" in line for line in problems({"api_key": "sesame", "port": "x"}))
+    with pytest.raises(ValidationError) as caught:
+        Settings(api_key="sesame", port=70000)
+    assert "sesame" not in str(caught.value)
+
+
+def test_an_unknown_variable_is_named_with_the_nearest_one() -> None:
+    assert problems(environ={"PD_EXTPROC_PREFIL": "x", "PATH": "/bin"}) == [
+        "environment: unknown variable PD_EXTPROC_PREFIL; did you mean PD_EXTPROC_PREFILL?"
+    ]
+    assert problems(environ={"PD_EXTPROC_port": "1"}) == [
+        "environment: unknown variable PD_EXTPROC_port; did you mean PD_EXTPROC_PORT?"
+    ]
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one(yaml_file: Path) -> None:
+    yaml_file.write_text("log_levle: info\nzzzzzzzz: 1\n")
+    assert problems(config=str(yaml_file)) == [
+        f"{yaml_file}: unknown key log_levle; did you mean log_level?",
+        f"{yaml_file}: unknown key zzzzzzzz",
+    ]
+
+
+@pytest.mark.parametrize("option", ["dp-aware", "service-discovery", "retry-max-retries"])
+def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
+    assert option in NOT_AVAILABLE_YET
+    variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"
+    assert problems(environ={variable: "1"}) == [f"{variable} is an option of smg that is not available yet"]
+    yaml_file.write_text(f"{option}: 1\n")
+    assert problems(config=str(yaml_file)) == [f"{yaml_file}: {option} is an option of smg that is not available yet"]
+
+
+def test_no_option_is_both_there_and_not_available() -> None:
+    assert not {field.replace("_", "-") for field in Settings.model_fields} & NOT_AVAILABLE_YET
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "must be a mapping of option names to values"),
+        ("port: 1\nport: 2\n", "key 'port' occurs twice"),
+        ("port: [1\n", "not valid YAML"),
+        ("log-level: info\nlog_level: info\n", "log_level: given twice"),
+        ("prefill: {a: b}\n", "prefill: Input should be a valid tuple"),
+        ("prefill: [{url: 'http://a', prot: 1}]\n", "prefill: expected URL [PORT|none], or a mapping with url and"),
+        ("decode: [1]\n", "decode: expected a URL"),
+        ("port: 1.5\n", "port: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
+    ],
+)
+def test_a_file_that_cannot_be_used(yaml_file: Path, text: str, message: str) -> None:
+    yaml_file.write_text(text)
+    (line,) = problems(config=str(yaml_file))
+    assert line.startswith(f"{yaml_file}: ")
+    assert message in line
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert problems(config=str(tmp_path / "none.yaml")) == [f"{tmp_path / 'none.yaml'}: No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(["http://a:1", "http://a:1 8998"], []), (["http://a:1"], ["http://a:1/"]), ([], ["http://a", "http://A:80"])],
+)
+def test_a_worker_is_given_once(prefill: list[str], decode: list[str]) -> None:
+    (line,) = problems({"prefill": prefill, "decode": decode})
+    assert line.endswith("is given more than once (--prefill, --decode)")
+
+
+def test_listening_ports_differ() -> None:
+    assert problems({"port": "9901"}) == ["--port and --envoy-admin-port cannot both be 9901"]
+    assert load({"port": "9901", "no_envoy": True}).port == 9901
+    assert load({"port": "0", "envoy_admin_port": "0", "prometheus_port": "0"}).port == 0
+
+
+def test_a_default_that_cannot_be_derived_is_named() -> None:
+    assert problems({"extproc_address": "h:65535"}) == [
+        "--ads-address (its default): 'h:65536': the port must be between 0 and 65535"
+    ]
+
+
+def test_a_socket_path_that_the_kernel_would_refuse() -> None:
+    (line,) = problems({"run_dir": f"/{'x' * 100}"})
+    assert line.startswith("--extproc-address (its default): A unix socket's path must not be longer than 107 bytes")
+
+
+def test_unknown_fields_of_the_model_are_refused() -> None:
+    unknown: dict[str, Any] = {"prot": 1}
+    with pytest.raises(ValidationError):
+        Settings(**unknown)
