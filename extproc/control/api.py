@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from aiohttp import web
 
@@ -13,10 +12,12 @@ from extproc.control.info_routes import InfoRoutes
 from extproc.control.request_id import request_id_middleware
 from extproc.control.status_routes import StatusRoutes
 from extproc.control.worker_routes import WorkerRoutes
+from extproc.transport.address import SocketFile, TcpAddress, claim_socket_file, parse_address
 from extproc.workers.client import WorkerClient
 from extproc.workers.registry import Registry
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+_LONGEST_HANDLER = 10.0  # seconds; asking a worker twice
 _LARGEST_BODY = 1 << 20  # bytes; a worker specification is some hundred
 
 
@@ -35,7 +36,8 @@ class ControlApi:
         api_key: str | None = None,
         request_id_headers: Sequence[str] = REQUEST_ID_HEADERS,
     ) -> None:
-        self._address = address
+        self._address = parse_address(address)
+        self._socket: SocketFile | None = None
         self._draining = False
         app = web.Application(
             middlewares=[request_id_middleware(request_id_headers), json_errors, auth_middleware(api_key)],
@@ -44,23 +46,24 @@ class ControlApi:
         app.add_routes(StatusRoutes(registry, lambda: self._draining).routes())
         app.add_routes(WorkerRoutes(registry).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LONGEST_HANDLER)
 
     async def start(self) -> None:
         """Begin serving. Raises OSError when the address cannot be had."""
         await self._runner.setup()
-        site: web.BaseSite
-        if self._address.startswith("unix:"):
-            self._remove_socket()  # left by a process that was killed
-            site = web.UnixSite(self._runner, self._address.removeprefix("unix:"))
-        else:
-            host, _, port = self._address.rpartition(":")
-            site = web.TCPSite(self._runner, host.strip("[]"), int(port))
         try:
-            await site.start()
+            await self._listen()
         except OSError:
             await self._runner.cleanup()
             raise
+
+    async def _listen(self) -> None:
+        if isinstance(self._address, TcpAddress):
+            await web.TCPSite(self._runner, self._address.host, self._address.port).start()
+            return
+        await claim_socket_file(self._address.path)
+        await web.UnixSite(self._runner, self._address.path).start()
+        self._socket = SocketFile.bound(self._address.path)
 
     @property
     def port(self) -> int:
@@ -74,9 +77,6 @@ class ControlApi:
     async def stop(self) -> None:
         """Stop serving; the socket file goes too."""
         await self._runner.cleanup()
-        self._remove_socket()
-
-    def _remove_socket(self) -> None:
-        path = Path(self._address.removeprefix("unix:"))
-        if self._address.startswith("unix:") and path.is_socket():
-            path.unlink()
+        if self._socket is not None:
+            self._socket.remove()
+            self._socket = None

@@ -1,7 +1,8 @@
-"""``/server_info`` and ``/model_info``, old names and new: one prefill worker's own answer."""
+"""``/server_info`` and ``/model_info``, old names and new: one prefill worker's own answer, less its secrets."""
 
 from __future__ import annotations
 
+import orjson
 from aiohttp import web
 
 from extproc.control.replies import fault
@@ -16,6 +17,8 @@ _OTHER_NAME = {
     "/get_model_info": "/model_info",
 }
 _TIMEOUT = 5.0  # seconds
+# SGLang dumps its settings, keys included. Whoever may ask the gateway need not be someone who may ask the engine.
+_SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password", "launch_command"})
 
 
 class InfoRoutes:
@@ -38,7 +41,9 @@ class InfoRoutes:
         except NoAnswerError as error:
             return fault(502, "prefill_unreachable", f"Prefill worker {usable[0].url}: {error}")
         return web.Response(
-            status=answer.status, body=answer.body, headers={"content-type": answer.content_type or "application/json"}
+            status=answer.status,
+            body=_without_secrets(answer.body),
+            headers={"content-type": answer.content_type or "application/json"},
         )
 
     async def _ask(self, worker: Worker, path: str) -> Answer:
@@ -46,3 +51,14 @@ class InfoRoutes:
         if answer.status == 404:
             answer = await self._client.get(worker, _OTHER_NAME[path], within=_TIMEOUT)
         return answer
+
+
+def _without_secrets(body: bytes) -> bytes:
+    """The worker's own bytes, unless they hold a secret."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body
+    if not isinstance(value, dict) or not any(value.get(name) for name in _SECRETS):
+        return body
+    return orjson.dumps({name: item for name, item in value.items() if name not in _SECRETS})

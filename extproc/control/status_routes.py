@@ -26,6 +26,7 @@ class StatusRoutes:
             web.get("/health", self._alive),
             web.get("/readiness", self._ready),
             web.get("/v1/models", self._models),
+            web.get("/v1/models/{model:.+}", self._model),
             web.get("/get_loads", self._loads),
         ]
 
@@ -44,12 +45,13 @@ class StatusRoutes:
         models = self._registry.models()
         if not models:
             return fault(503, "no_models_available", "No models available")
-        return reply(
-            {
-                "object": "list",
-                "data": [{"id": model, "object": "model", "created": 0, "owned_by": "self_hosted"} for model in models],
-            }
-        )
+        return reply({"object": "list", "data": [_model(model) for model in models]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model = request.match_info["model"]
+        if model not in self._registry.models():
+            return fault(404, "model_not_found", f"The model `{model}` does not exist")
+        return reply(_model(model))
 
     async def _loads(self, _request: web.Request) -> web.Response:
         """What this gateway has under way per worker; the engines' own figures are not asked for."""
@@ -73,3 +75,7 @@ class StatusRoutes:
                 "aggregate": {"total_running_reqs": total, "total_reqs": total},
             }
         )
+
+
+def _model(model: str) -> dict[str, object]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "self_hosted"}

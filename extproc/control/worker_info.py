@@ -29,14 +29,14 @@ def worker_list(registry: Registry, model: str | None) -> dict[str, object]:
 def worker_details(registry: Registry, worker: Worker) -> dict[str, object]:
     """``GET /workers/{id}``: as in the list, and what is being done with the worker."""
     info = worker_info(registry, worker)
-    job = _job(worker)
+    job = _job(worker, joined=registry.has_joined(worker))
     if job is not None:
         kind, state = job
         info["job_status"] = {
             "job_type": kind,
             "worker_url": str(worker.url),
             "status": state,
-            "message": worker.reason or None,
+            "message": registry.trouble(worker) or None,
             "timestamp": int(registry.changed_at(worker)),
         }
     return info
@@ -52,7 +52,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "bootstrap_port": worker.bootstrap_port,
         "health": health,
         # Ours: the peer says nothing of why a worker is out.
-        "status_reason": worker.reason,
+        "status_reason": registry.trouble(worker),
     }
     return {
         "id": worker.id,
@@ -77,12 +77,10 @@ def _count(workers: Iterable[Worker], role: Role) -> int:
     return sum(worker.role is role for worker in workers)
 
 
-def _job(worker: Worker) -> tuple[str, str] | None:
-    match worker.status:
-        case Status.PENDING:
-            return "AddWorker", "processing"
-        case Status.FAILED:
-            return "AddWorker", "failed"
-        case Status.DRAINING:
-            return "RemoveWorker", "processing"
-    return None
+def _job(worker: Worker, *, joined: bool) -> tuple[str, str] | None:
+    """What is being done with the worker, in the peer's words; adding it goes on even after it has "failed"."""
+    if worker.status is Status.DRAINING:
+        return "RemoveWorker", "processing"
+    if joined:
+        return None
+    return "AddWorker", "failed" if worker.status is Status.FAILED else "processing"

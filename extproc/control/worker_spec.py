@@ -59,6 +59,7 @@ class _Health(_Strict):
     success_threshold: _Positive | None = None
     failure_threshold: _Positive | None = None
     disable_health_check: bool | None = None
+    drain_settle_secs: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class _Body(_Strict):

@@ -83,8 +83,8 @@ class Publisher:
         try:
             if snapshot != self._last:
                 await self._publish(snapshot)
-        except Exception as error:
-            _logger.exception("Envoy did not take the endpoint list; trying again in %g s", self._retry_delay)
+        except Exception as error:  # noqa: BLE001 - whatever it raises, Envoy may not have the endpoints
+            _logger.error("Envoy did not take the endpoints", extra={"error": str(error) or type(error).__name__})
             self._last = None  # nobody knows what Envoy has now
             self._retry = asyncio.get_running_loop().call_later(self._retry_delay, self.request)
             self._refused(str(error) or type(error).__name__)

@@ -62,16 +62,14 @@ class _Record:
     retired: list[Endpoint] = field(default_factory=list)  # earlier ones that requests under way may still name
     leaving: bool = False
     changed: float = 0.0  # time.time() of the last change of status
+    joined: bool = False  # it has been READY
 
-    def endpoints(self) -> Iterator[Endpoint]:
-        """Everything of this worker that Envoy should know."""
-        if self.leaving:
-            return
+    def held(self) -> Iterator[Endpoint]:
+        """Where the worker is, and where it is still sent requests until Envoy knows; nobody else may be there."""
         if self.wanted is not None:
             yield self.wanted
         if self.current is not None:
             yield self.current
-        yield from self.retired
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +99,12 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._drain_limit = drain_limit
         self._drain_poll = drain_poll
+        self._refusal = ""  # why Envoy did not take the last endpoints
         self._publisher = Publisher(
             publish,
             self._snapshot,
             acknowledged=self._acknowledged,
-            refused=self._refused,
+            refused=self._note_refusal,
             retry_delay=publish_retry,
         )
 
@@ -148,6 +147,16 @@ class Registry:
         """Unix time of the worker's last change of status. Raises KeyError when the worker is gone."""
         return self._records[worker.id].changed
 
+    def trouble(self, worker: Worker) -> str:
+        """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
+        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
+            return worker.reason
+        return f"Envoy has not acknowledged its endpoint{f': {self._refusal}' if self._refusal else ''}"
+
+    def has_joined(self, worker: Worker) -> bool:
+        """Whether the worker has ever been READY. Raises KeyError when the worker is gone."""
+        return self._records[worker.id].joined
+
     def models(self) -> tuple[str, ...]:
         """Every model id that a registered worker, in whatever state, is known to serve."""
         return tuple(self._known())
@@ -183,6 +192,7 @@ class Registry:
         )
         worker.runtime = spec.runtime or worker.runtime
         record = _Record(worker, spec, changed=time.time())
+        _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
         self._tell(worker, Change.ADDED)
         return worker
@@ -262,7 +272,7 @@ class Registry:
         return self._models
 
     def _build_index(self, role: Role) -> _Index:
-        usable = [r.worker for r in self._records.values() if r.worker.role is role and r.worker.usable]
+        usable = [record.worker for record in self._of_role(role) if record.worker.usable]
         models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
         by_model: dict[str | None, tuple[Worker, ...]] = {
             model: tuple(w for w in usable if not w.model_ids or model in w.model_ids) for model in models
@@ -276,15 +286,12 @@ class Registry:
         if worker.status is status:
             return
         before, worker.status, record.changed = worker.status, status, time.time()
+        record.joined |= status is Status.READY
         level = logging.INFO if status in (Status.READY, Status.DRAINING) else logging.WARNING
         _logger.log(
             level,
-            "%s worker %s: %s -> %s%s",
-            worker.role.value,
-            worker.url,
-            before.value,
-            status.value,
-            f" ({reason})" if reason else "",
+            "worker status",
+            extra=_named(worker) | {"was": before.value, "status": status.value, "reason": reason},
         )
         self._tell(worker, Change.STATUS)
 
@@ -300,10 +307,8 @@ class Registry:
 
     def _holder(self, endpoint: Endpoint, applicant: _Record) -> Worker | None:
         """Who else of the role is at the endpoint's address; retired addresses are free for others."""
-        for record in self._records.values():
-            if record is applicant or record.worker.role is not applicant.worker.role or record.leaving:
-                continue
-            if any(held is not None and held.address == endpoint.address for held in (record.wanted, record.current)):
+        for record in self._of_role(applicant.worker.role):
+            if record is not applicant and any(held.address == endpoint.address for held in record.held()):
                 return record.worker
         return None
 
@@ -311,14 +316,19 @@ class Registry:
         return Snapshot(prefill=self._role_endpoints(Role.PREFILL), decode=self._role_endpoints(Role.DECODE))
 
     def _role_endpoints(self, role: Role) -> tuple[Endpoint, ...]:
+        """What Envoy should know; where a new worker has taken a retired address, the new one counts."""
+        held = [endpoint for record in self._of_role(role) for endpoint in record.held()]
+        retired = [endpoint for record in self._of_role(role) for endpoint in record.retired]
         by_address: dict[str, Endpoint] = {}
-        for record in self._records.values():
-            if record.worker.role is role:
-                for endpoint in record.endpoints():
-                    by_address.setdefault(endpoint.address, endpoint)
+        for endpoint in (*held, *retired):
+            by_address.setdefault(endpoint.address, endpoint)
         return tuple(by_address.values())
 
+    def _of_role(self, role: Role) -> Iterator[_Record]:
+        return (record for record in self._records.values() if record.worker.role is role and not record.leaving)
+
     def _acknowledged(self, snapshot: Snapshot) -> None:
+        self._refusal = ""
         known = {Role.PREFILL: frozenset(snapshot.prefill), Role.DECODE: frozenset(snapshot.decode)}
         for record in tuple(self._records.values()):
             if record.wanted in known.get(record.worker.role, ()):
@@ -335,10 +345,8 @@ class Registry:
             self._spawn(self._retire(record, former), f"retire-{former.address}")
         self._tell(record.worker, Change.ENDPOINT)
 
-    def _refused(self, why: str) -> None:
-        for record in self._records.values():
-            if record.wanted != record.current and not record.worker.reason:
-                record.worker.reason = f"Envoy did not take its endpoint: {why}"
+    def _note_refusal(self, why: str) -> None:
+        self._refusal = why
 
     async def _drain(self, record: _Record) -> None:
         worker = record.worker
@@ -348,7 +356,7 @@ class Registry:
         await self._publisher.round()
         del self._records[worker.id]
         del self._by_url[str(worker.url), worker.role]
-        _logger.info("%s worker %s is removed", worker.role.value, worker.url)
+        _logger.info("worker removed", extra=_named(worker))
         self._tell(worker, Change.REMOVED)
 
     async def _retire(self, record: _Record, endpoint: Endpoint) -> None:
@@ -361,7 +369,7 @@ class Registry:
         while worker.load > 0:
             if time.monotonic() >= deadline:
                 _logger.warning(
-                    "worker %s still has %d requests after %g s", worker.url, worker.load, self._drain_limit
+                    "waited long enough for a worker's requests", extra=_named(worker) | {"load": worker.load}
                 )
                 return
             await asyncio.sleep(self._drain_poll)
@@ -370,3 +378,8 @@ class Registry:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _named(worker: Worker) -> dict[str, object]:
+    """A worker in a log line."""
+    return {"worker": str(worker.url), "role": worker.role.value, "worker_id": worker.id}

@@ -15,7 +15,9 @@ class ResolveError(Exception):
 
 
 def literal(host: str) -> str | None:
-    """``host`` as a normalised IP address if it is one."""
+    """``host`` as a normalised IP address if it is one; with a zone ("fe80::1%eth0") it means nothing to Envoy."""
+    if "%" in host:
+        return None
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -58,8 +60,7 @@ class Resolver:
                 raise ResolveError(f"cannot resolve {host}: no answer within {self._timeout:g} s") from None
             except (OSError, UnicodeError) as error:
                 raise ResolveError(f"cannot resolve {host}: {getattr(error, 'strerror', None) or error}") from None
-        # A link-local address with a zone ("fe80::1%eth0") means nothing to Envoy.
-        addresses = [address for text in answer if "%" not in text and (address := literal(text))]
+        addresses = [address for text in answer if (address := literal(text))]
         if not addresses:
             raise ResolveError(f"cannot resolve {host}: it has no address")
         return choose(addresses, current, avoid=avoid)

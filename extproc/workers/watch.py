@@ -67,7 +67,7 @@ class Watch:
                 if time.monotonic() >= self._probe_at:
                     await self._look()
             except Exception:
-                _logger.exception("watching worker %s failed; going on", self._worker.url)
+                _logger.exception("watching a worker failed; going on", extra={"worker": str(self._worker.url)})
                 self._resolve_at = self._probe_at = time.monotonic() + self._pace.seek
             await self._rest(min(self._resolve_at, self._probe_at) - time.monotonic())
 
@@ -151,7 +151,7 @@ class Watch:
         self._identity_tries = 0
         self._identity_trouble = self._contradiction(found)
         if self._identity_trouble:
-            _logger.warning("worker %s: %s", self._worker.url, self._identity_trouble)
+            _logger.warning(self._identity_trouble, extra={"worker": str(self._worker.url)})
         self._registry.describe(self._worker, found)
 
     def _contradiction(self, found: Metadata) -> str:
