@@ -85,9 +85,8 @@ def _merged_usage(parts: Sequence[RawObject]) -> RawObject:
     key = "completion_tokens_details"
     objects = [raw_object(part[key], f"`usage.{key}`") for part in parts if not is_null(part.get(key))]
     if objects:
-        merged[key] = raw(
-            {kind: _sum(objects, kind) for kind in dict.fromkeys(kind for one in objects for kind in one)}
-        )
+        kinds = dict.fromkeys(kind for one in objects for kind in one)
+        merged[key] = raw({kind: _sum(objects, kind) for kind in kinds})
     return merged
 
 
