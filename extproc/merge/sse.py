@@ -35,20 +35,30 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._plain = True  # no CR was seen: finding two LFs is several times faster than the pattern
 
     def feed(self, chunk: bytes) -> list[Event]:
         """The events that ``chunk`` completes."""
         buffer = self._buffer
         search = max(0, len(buffer) - _BLANK_MAX)
         buffer += chunk
+        self._plain = self._plain and b"\r" not in chunk
         events = []
         start = 0
-        while blank := _BLANK.search(buffer, search):
-            if event := _parsed(bytes(buffer[start : blank.start()])):
+        while blank := self._blank(search):
+            if event := _parsed(bytes(buffer[start : blank[0]])):
                 events.append(event)
-            start = search = blank.end()
+            start = search = blank[1]
         del buffer[:start]
         return events
+
+    def _blank(self, start: int) -> tuple[int, int] | None:
+        """Where the next end of an event begins and ends."""
+        if self._plain:
+            at = self._buffer.find(b"\n\n", start)
+            return None if at < 0 else (at, at + 2)
+        match = _BLANK.search(self._buffer, start)
+        return match.span() if match else None
 
     def finish(self) -> list[Event]:
         """What is left at the end of the stream, as an event: some servers end without the last empty line."""
