@@ -77,6 +77,8 @@ from extproc.dataplane.names import (
 )
 
 if TYPE_CHECKING:
+    from betterproto2 import Message
+
     from extproc.dataplane.config import DataplaneConfig
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
@@ -175,7 +177,7 @@ def _named_hosts_only() -> LoadBalancingPolicy:
     return _policy("envoy.load_balancing_policies.override_host", named)
 
 
-def _policy(name: str, message: OverrideHost | Subset | RoundRobin) -> LoadBalancingPolicy:
+def _policy(name: str, message: Message) -> LoadBalancingPolicy:
     return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=extension(name, message))])
 
 

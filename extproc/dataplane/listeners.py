@@ -41,7 +41,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
     HeaderMutation as EarlyHeaderMutation,
 )
-from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from extproc.dataplane.access_log import client_access_log
@@ -58,6 +58,8 @@ from extproc.dataplane.names import (
 from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
 
 if TYPE_CHECKING:
+    from betterproto2 import Message
+
     from extproc.dataplane.config import DataplaneConfig
 
 _MAX_STREAMS = 2**31 - 1
@@ -70,12 +72,16 @@ def client_listener(config: DataplaneConfig) -> Listener:
     manager = HttpConnectionManager(
         stat_prefix=CLIENT_LISTENER,
         codec_type=HttpConnectionManagerCodecType.AUTO,
-        http_protocol_options=Http1ProtocolOptions(accept_http_10=True, default_host_for_http_10="localhost"),
+        http_protocol_options=Http1ProtocolOptions(
+            accept_http_10=True,
+            default_host_for_http_10="localhost",
+            ignore_http_11_upgrade=[StringMatcher(safe_regex=RegexMatcher(regex=".*"))],
+        ),
         http2_protocol_options=Http2ProtocolOptions(
             max_concurrent_streams=_MAX_STREAMS, override_stream_error_on_invalid_http_message=True
         ),
         route_config=client_routes(config),
-        http_filters=[_http_filter(EXT_PROC_FILTER, _ext_proc(config)), _router()],
+        http_filters=[_http_filter(EXT_PROC_FILTER, _ext_proc(config), disabled=True), _router()],
         stream_idle_timeout=seconds(config.idle_timeout),
         use_remote_address=True,  # x-forwarded-for gets the client's address
         early_header_mutation_extensions=[_strip_control_headers()],
@@ -186,5 +192,5 @@ def _router() -> HttpFilter:
     return _http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True))
 
 
-def _http_filter(name: str, message: ExternalProcessor | HeaderToMetadata | Router) -> HttpFilter:
-    return HttpFilter(name=name, typed_config=any_of(message))
+def _http_filter(name: str, message: Message, *, disabled: bool = False) -> HttpFilter:
+    return HttpFilter(name=name, typed_config=any_of(message), disabled=disabled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envoy_data_plane.envoy.config.accesslog.v3 import (
@@ -26,6 +27,12 @@ from extproc.dataplane.names import CONTROL_CLUSTER, ERROR_CODE, LOCAL_REPLY
 from extproc.errors import CATALOGUE, error_body
 
 _FROM_EXT_PROC_FILTER = "response.code_details.startsWith('ext_proc_error')"
+
+# When the last host of the list refused as well, the next try finds none, and Envoy's flag is that of the last try: UH.
+# At the first try UH means that the destination is not in the cluster.
+_USED_UP = ("UH",)
+_AFTER_A_RETRY = "upstream.request_attempt_count > 1"
+
 _UNREACHABLE = ("UF",)
 _NOBODY = ("UH", "NC", "UO")
 _LOST = ("UC", "UR", "LR", "UPE")
@@ -48,9 +55,21 @@ def _to(cluster: str) -> str:
     return f"xds.cluster_name == '{cluster}'"
 
 
-# The first row that fits wins. Envoy sets several flags at once when a retry ended differently from the first try, so
-# the order says which of them is the news. Answers without flags are ours (direct responses, ImmediateResponse of the
-# ext_proc service) and pass untouched.
+def _unreachable(cluster: str) -> tuple[Reply, Reply]:
+    message = f"no {cluster} worker that was chosen accepts connections"
+    return (
+        Reply(f"{cluster}_unreachable", message, _UNREACHABLE, _to(cluster), retry_after=True),
+        Reply(f"{cluster}_unreachable", message, _USED_UP, f"{_to(cluster)} && {_AFTER_A_RETRY}", retry_after=True),
+    )
+
+
+def _lost(cluster: str) -> Reply:
+    message = f"the {cluster} worker closed the connection before it answered"
+    return Reply(f"{cluster}_connection_lost", message, _LOST, _to(cluster))
+
+
+# The first row that fits wins. Answers without flags are ours (direct responses, ImmediateResponse of the ext_proc
+# service) and pass untouched.
 REPLIES = (
     Reply(
         "extproc_unavailable",
@@ -65,31 +84,11 @@ REPLIES = (
         expression=_to(CONTROL_CLUSTER),
         retry_after=True,
     ),
-    Reply(
-        "prefill_unreachable",
-        "no prefill worker that was chosen accepts connections",
-        flags=_UNREACHABLE,
-        expression=_to(PREFILL_CLUSTER),
-    ),
-    Reply(
-        "decode_unreachable",
-        "no decode worker that was chosen accepts connections",
-        flags=_UNREACHABLE,
-        expression=_to(DECODE_CLUSTER),
-    ),
+    *_unreachable(PREFILL_CLUSTER),
+    *_unreachable(DECODE_CLUSTER),
     Reply("no_available_workers", "the worker that was chosen is no longer there", flags=_NOBODY, retry_after=True),
-    Reply(
-        "prefill_connection_lost",
-        "the prefill worker closed the connection before it answered",
-        flags=_LOST,
-        expression=_to(PREFILL_CLUSTER),
-    ),
-    Reply(
-        "decode_connection_lost",
-        "the decode worker closed the connection before it answered",
-        flags=_LOST,
-        expression=_to(DECODE_CLUSTER),
-    ),
+    _lost(PREFILL_CLUSTER),
+    _lost(DECODE_CLUSTER),
     Reply("request_timeout", "the request took too long", flags=_LATE),
     Reply("not_found", "no such path", flags=("NR",)),
 )
@@ -110,8 +109,12 @@ def egress_replies() -> LocalReplyConfig:
             )
         )
     )
+    used_up = _filter(_USED_UP, _AFTER_A_RETRY)
     return LocalReplyConfig(
-        mappers=[ResponseMapper(filter=every, headers_to_add=[set_header(LOCAL_REPLY, "%RESPONSE_FLAGS%")])]
+        mappers=[
+            ResponseMapper(filter=used_up, headers_to_add=[set_header(LOCAL_REPLY, _UNREACHABLE[0])]),
+            ResponseMapper(filter=every, headers_to_add=[set_header(LOCAL_REPLY, "%RESPONSE_FLAGS%")]),
+        ]
     )
 
 
@@ -121,7 +124,7 @@ def _mapper(reply: Reply) -> ResponseMapper:
         headers.append(set_header("retry-after", _RETRY_AFTER_SECONDS))
     body = error_body(reply.code, reply.message).decode()
     return ResponseMapper(
-        filter=_filter(reply),
+        filter=_filter(reply.flags, reply.expression),
         status_code=CATALOGUE[reply.code].status,
         headers_to_add=headers,
         body_format_override=SubstitutionFormatString(
@@ -130,16 +133,16 @@ def _mapper(reply: Reply) -> ResponseMapper:
     )
 
 
-def _filter(reply: Reply) -> AccessLogFilter:
+def _filter(flags: Sequence[str], expression: str | None) -> AccessLogFilter:
     parts = []
-    if reply.flags:
-        parts.append(AccessLogFilter(response_flag_filter=ResponseFlagFilter(flags=list(reply.flags))))
-    if reply.expression:
+    if flags:
+        parts.append(AccessLogFilter(response_flag_filter=ResponseFlagFilter(flags=list(flags))))
+    if expression:
         parts.append(
             AccessLogFilter(
                 extension_filter=ExtensionFilter(
                     name="envoy.access_loggers.extension_filters.cel",
-                    typed_config=any_of(ExpressionFilter(expression=reply.expression)),
+                    typed_config=any_of(ExpressionFilter(expression=expression)),
                 )
             )
         )

@@ -15,7 +15,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcPerRoute
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
@@ -40,21 +40,26 @@ from extproc.dataplane.paths import (
 from extproc.errors import CATALOGUE, error_body
 
 if TYPE_CHECKING:
-    from envoy_data_plane.google.protobuf import Any
-
     from extproc.dataplane.config import DataplaneConfig
 
 EXT_PROC_FILTER = "ext_proc"
+
+# Envoy adds it for itself when it trusts the connection's address; workers have no use for it.
+_EXTERNAL_ADDRESS = "x-envoy-external-address"
 
 # Room for what a handoff adds to a body, so that a body of the permitted size can still be sent to the next worker.
 _BODY_ADDITIONS = 1024 * 1024
 
 
 def client_routes(config: DataplaneConfig) -> RouteConfiguration:
-    """The client port: see paths.py. The ext_proc filter is on for inference only."""
+    """The client port: see paths.py.
+
+    The ext_proc filter is off but on the worker routes. Were it on by default, it would be asked about the answers to
+    requests that have no route as well, malformed ones for example, and their clients would see a closed connection.
+    """
     routes = [
-        *(_worker_route(path, DECODE_CLUSTER) for path in DECODE_PATHS),
-        *(_worker_route(path, PREFILL_CLUSTER) for path in PREFILL_PATHS),
+        *(_worker_route(path, DECODE_CLUSTER, config) for path in DECODE_PATHS),
+        *(_worker_route(path, PREFILL_CLUSTER, config) for path in PREFILL_PATHS),
         *(_control_route(RouteMatch(path=path)) for path in CONTROL_PATHS),
         *(_control_route(RouteMatch(prefix=prefix)) for prefix in CONTROL_PREFIXES),
         *(_wrong_method(path) for path in INFERENCE_PATHS),
@@ -70,64 +75,65 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
 
 def egress_routes(config: DataplaneConfig) -> RouteConfiguration:
     """Legs of the service: the role cluster by header; which worker, the destination says."""
+    routes = [_egress_route(PREFILL_CLUSTER, config), _egress_route(DECODE_CLUSTER, config)]
     return RouteConfiguration(
         name=EGRESS_LISTENER,
-        virtual_hosts=[
-            _virtual_host(EGRESS_LISTENER, [_egress_route(PREFILL_CLUSTER), _egress_route(DECODE_CLUSTER)], config)
-        ],
+        virtual_hosts=[_virtual_host(EGRESS_LISTENER, routes, config)],
     )
 
 
 def _virtual_host(name: str, routes: list[Route], config: DataplaneConfig) -> VirtualHost:
-    """Every worker route may go on to the next host of the destination list.
-
-    Only a connection that never came about is retried: then no worker has seen anything of the request. A request
-    that was sent is never sent again, because a worker may have begun it (its handoff's room would be used twice).
-    """
     return VirtualHost(
         name=name,
         domains=["*"],
         routes=routes,
-        retry_policy=RetryPolicy(
-            retry_on="connect-failure,refused-stream",
-            num_retries=config.max_failovers,
-            retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.001), max_interval=seconds(0.001)),
-        ),
         # What was sent of the body is kept for the next host up to this size; Envoy's default of 1 MB would let larger
         # requests fail with the first host.
         request_body_buffer_limit=min(config.max_payload_bytes + _BODY_ADDITIONS, 2**32 - 1),
     )
 
 
-def _to_worker(cluster: str) -> RouteAction:
-    return RouteAction(cluster=cluster, timeout=seconds(0), auto_host_rewrite=True)
+def _to_worker(cluster: str, config: DataplaneConfig) -> RouteAction:
+    """To the first host of the destination list that can be connected to.
 
-
-def _worker_route(path: str, cluster: str) -> Route:
-    return Route(
-        match=RouteMatch(path=path, headers=[_header(":method", "POST")]),
-        route=_to_worker(cluster),
-        response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
-        response_headers_to_remove=[ERROR_CODE],
+    Only a connection that never came about is retried: then no worker has seen anything of the request. A request
+    that was sent is never sent again, because a worker may have begun it (its handoff's room would be used twice).
+    """
+    return RouteAction(
+        cluster=cluster,
+        timeout=seconds(0),
+        auto_host_rewrite=True,
+        retry_policy=RetryPolicy(
+            retry_on="connect-failure,refused-stream",
+            num_retries=config.max_failovers,
+            retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.001), max_interval=seconds(0.001)),
+        ),
     )
 
 
-def _egress_route(cluster: str) -> Route:
+def _worker_route(path: str, cluster: str, config: DataplaneConfig) -> Route:
+    return Route(
+        match=RouteMatch(path=path, headers=[_header(":method", "POST")]),
+        route=_to_worker(cluster, config),
+        request_headers_to_remove=[_EXTERNAL_ADDRESS],
+        response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
+        response_headers_to_remove=[ERROR_CODE],
+        typed_per_filter_config={EXT_PROC_FILTER: any_of(ExtProcPerRoute(overrides=ExtProcOverrides()))},
+    )
+
+
+def _egress_route(cluster: str, config: DataplaneConfig) -> Route:
     return Route(
         match=RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]),
-        route=_to_worker(cluster),
-        request_headers_to_remove=[CLUSTER],
+        route=_to_worker(cluster, config),
+        request_headers_to_remove=[CLUSTER, _EXTERNAL_ADDRESS],
         response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
         response_headers_to_remove=[ERROR_CODE, LOCAL_REPLY],
     )
 
 
 def _control_route(match: RouteMatch) -> Route:
-    return Route(
-        match=match,
-        route=RouteAction(cluster=CONTROL_CLUSTER, timeout=seconds(0)),
-        typed_per_filter_config=_without_ext_proc(),
-    )
+    return Route(match=match, route=RouteAction(cluster=CONTROL_CLUSTER, timeout=seconds(0)))
 
 
 def _wrong_method(path: str) -> Route:
@@ -147,12 +153,7 @@ def _refusal(match: RouteMatch, code: str, message: str) -> Route:
             status=CATALOGUE[code].status, body=inline(error_body(code, message).decode())
         ),
         response_headers_to_add=[set_header("content-type", "application/json"), set_header(ERROR_CODE, code)],
-        typed_per_filter_config=_without_ext_proc(),
     )
-
-
-def _without_ext_proc() -> dict[str, Any]:
-    return {EXT_PROC_FILTER: any_of(ExtProcPerRoute(disabled=True))}
 
 
 def _header(name: str, value: str) -> HeaderMatcher:
