@@ -6,7 +6,6 @@ are written by hand instead of carrying a second copy of their descriptors.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -96,41 +95,17 @@ class HealthStatuses:
 
 
 class _Handler(RequestHandler):
-    """What the handlers share: one request, nothing to release, nothing to wait for."""
-
     def __init__(self, statuses: HealthStatuses, call: RpcCall) -> None:
+        super().__init__(call)
         self._statuses = statuses
-        self._call = call
-        self._asked = False
-
-    def received(self, message: bytes) -> None:
-        if self._asked:
-            self._call.abort(Status.INTERNAL, "more than one request message")
-            return
-        self._asked = True
-        self.answer(message)
-
-    @abstractmethod
-    def answer(self, request: bytes) -> None:
-        """Answer the one request."""
-
-    def half_closed(self) -> None:
-        if not self._asked:
-            self._call.abort(Status.INTERNAL, "no request message")
 
     def _service(self, message: bytes) -> str | None:
         """The service asked for; None after the call was ended because the message cannot be read."""
         try:
             return _requested_service(message)
         except ValueError as error:
-            self._call.abort(Status.INTERNAL, f"HealthCheckRequest: {error}")
+            self.call.abort(Status.INTERNAL, f"HealthCheckRequest: {error}")
             return None
-
-    def drained(self) -> None:
-        """Answers are a few bytes each: nothing waits for room."""
-
-    def closed(self) -> None:
-        """Nothing is held."""
 
 
 class _Check(_Handler):
@@ -139,16 +114,16 @@ class _Check(_Handler):
             return
         status = self._statuses.status(service)
         if status is ServingStatus.SERVICE_UNKNOWN:
-            self._call.abort(Status.NOT_FOUND, "unknown service")
+            self.call.abort(Status.NOT_FOUND, "unknown service")
             return
-        self._call.send(_response(status))
-        self._call.finish()
+        self.call.send(_response(status))
+        self.call.finish()
 
 
 class _List(_Handler):
     def answer(self, request: bytes) -> None:  # noqa: ARG002 -- HealthListRequest is empty
-        self._call.send(self._statuses.listing())
-        self._call.finish()
+        self.call.send(self._statuses.listing())
+        self.call.finish()
 
 
 class _Watch(_Handler):
@@ -159,11 +134,11 @@ class _Watch(_Handler):
         self.tell(self._statuses.status(service))
 
     def tell(self, status: ServingStatus) -> None:
-        self._call.send(_response(status))
+        self.call.send(_response(status))
 
     def leave(self) -> None:
         self._statuses.unwatch(self)
-        self._call.abort(Status.UNAVAILABLE, "the server is shutting down")
+        self.call.abort(Status.UNAVAILABLE, "the server is shutting down")
 
     def closed(self) -> None:
         self._statuses.unwatch(self)

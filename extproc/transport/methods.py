@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call, CallHandler, Process
 
 if TYPE_CHECKING:
@@ -25,24 +25,39 @@ class RpcCall(Call, Protocol):
         """End the call with status OK after what was sent."""
 
 
-class RequestHandler(ABC):
-    """A ``CallHandler`` of a method with one request message: the peer's half-close is no end, it only follows it."""
+class RequestHandler:
+    """Base of the ``CallHandler``s of methods with exactly one request message, which the peer's half-close follows.
 
-    @abstractmethod
+    Not an abstract base class: every call asks at its half-close whether its handler is one of these, and that has to
+    be cheap.
+    """
+
+    def __init__(self, call: RpcCall) -> None:
+        self.call = call
+        self._asked = False
+
+    def answer(self, request: bytes) -> None:
+        """Answer the one request."""
+        raise NotImplementedError
+
     def received(self, message: bytes) -> None:
         """See ``CallHandler``."""
+        if self._asked:
+            self.call.abort(Status.INTERNAL, "more than one request message")
+            return
+        self._asked = True
+        self.answer(message)
 
-    @abstractmethod
-    def drained(self) -> None:
-        """See ``CallHandler``."""
-
-    @abstractmethod
-    def closed(self) -> None:
-        """See ``CallHandler``."""
-
-    @abstractmethod
     def half_closed(self) -> None:
         """The peer sends no more, but listens."""
+        if not self._asked:
+            self.call.abort(Status.INTERNAL, "no request message")
+
+    def drained(self) -> None:
+        """Answers are a few bytes each: nothing waits for room."""
+
+    def closed(self) -> None:
+        """Nothing is held."""
 
 
 Method = Callable[[RpcCall], CallHandler]

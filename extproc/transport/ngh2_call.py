@@ -94,12 +94,21 @@ class Ngh2Call:
 
     def feed(self, data: bytes) -> None:
         """Handle the payload of one DATA frame."""
-        if self._reassembly is None and len(data) >= PREFIX_SIZE:
-            # Nearly every message comes alone and whole in one frame: no buffer, one copy.
-            flag, size = PREFIX.unpack_from(data)
-            if not flag and size == len(data) - PREFIX_SIZE and size <= self._connection.max_message:
-                self._deliver(data[PREFIX_SIZE:])
+        if self._reassembly is None:
+            # Nearly every frame holds one or more whole messages: no buffer, no generator, one copy each.
+            start, end, limit = 0, len(data), self._connection.max_message
+            while end - start >= PREFIX_SIZE:
+                flag, size = PREFIX.unpack_from(data, start)
+                stop = start + PREFIX_SIZE + size
+                if flag or stop > end or size > limit:
+                    break
+                self._deliver(data[start + PREFIX_SIZE : stop])
+                if not self._open:
+                    return
+                start = stop
+            if start == end:
                 return
+            data = data[start:]
         self._feed_slowly(data)
 
     def half_closed(self) -> None:

@@ -1,0 +1,275 @@
+"""CPU µs per request of the transport alone: ``python -m bench.transport``.
+
+The pattern is Envoy's for one small chat request: the messages of request headers and of the whole body, two answers,
+the message of response headers, one answer, half-close. ``memory`` feeds one connection's protocol object from an
+in-memory peer and times only the server's side: no sockets, no loop. ``socket`` runs a server on uvloop in a child
+process and reads that process's CPU time while an ngh2 client drives it over a unix socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ngh2
+import uvloop
+
+from extproc.transport.grpc_framing import frame
+from extproc.transport.grpcio_server import GrpcioProcessServer
+from extproc.transport.health import HealthStatuses
+from extproc.transport.methods import PROCESS_PATH, method_table
+from extproc.transport.ngh2_connection import ServerConnection
+from extproc.transport.ngh2_server import Ngh2ProcessServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection as Pipe
+
+    from extproc.transport.interface import Call
+
+_HEADERS_MESSAGE = b"h" * 900
+_BODY_MESSAGE = b"b" * 300
+_RESPONSE_MESSAGE = b"r" * 500
+_ANSWERS = (b"1" * 200, b"2" * 350)
+_LAST_ANSWER = b"3" * 4
+_REQUEST = (
+    (b":method", b"POST"),
+    (b":path", PROCESS_PATH.encode()),
+    (b":authority", b"extproc"),
+    (b":scheme", b"http"),
+    (b"te", b"trailers"),
+    (b"content-type", b"application/grpc"),
+    (b"x-envoy-internal", b"true"),
+    (b"x-forwarded-for", b"127.0.0.1"),
+)
+_UNLIMITED = (10**9, 10**9)
+_CLIENT = ngh2.Configuration(
+    stream_reset_rate_limit=_UNLIMITED, glitch_rate_limit=_UNLIMITED, peer_max_concurrent_streams=100_000
+)
+
+
+class Handler:
+    """Answers as the exchange does, without any work between."""
+
+    __slots__ = ("_call", "_seen")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._seen = 0
+
+    def received(self, message: bytes) -> None:  # noqa: ARG002
+        self._seen += 1
+        if self._seen == 2:
+            for answer in _ANSWERS:
+                self._call.send(answer)
+        elif self._seen == 3:
+            self._call.send(_LAST_ANSWER)
+
+    def drained(self) -> None:
+        pass
+
+    def closed(self) -> None:
+        pass
+
+
+class _FakeTransport:
+    """Collects what the protocol writes."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def close(self) -> None:
+        pass
+
+    def take(self) -> bytes:
+        data = b"".join(self.written)
+        self.written.clear()
+        return data
+
+
+async def in_memory(requests: int, concurrency: int) -> float:
+    """µs of server time per request, ``concurrency`` requests at the same point of the pattern in every read."""
+    methods = {path.encode(): method for path, method in method_table(Handler, HealthStatuses()).items()}
+    server = ServerConnection(methods, 64 << 20, lambda _: None)
+    transport = _FakeTransport()
+    server.connection_made(cast("Any", transport))
+    client = ngh2.Connection(ngh2.Role.CLIENT, _CLIENT)
+    client.initiate_connection({4: 1 << 24})
+    client.set_local_window_size(1 << 28)
+    spent = 0
+
+    def turn() -> None:
+        nonlocal spent
+        data = client.data_to_send()
+        begin = time.thread_time_ns()
+        server.data_received(data)
+        spent += time.thread_time_ns() - begin
+        if answer := transport.take():
+            client.receive_data(answer)
+            client.events()
+
+    turn()
+    turn()
+    spent = 0
+    for _ in range(requests // concurrency):
+        streams = [client.send_request(_REQUEST) for _ in range(concurrency)]
+        for stream in streams:
+            client.send_data(stream, frame(_HEADERS_MESSAGE))
+            client.send_data(stream, frame(_BODY_MESSAGE))
+        turn()
+        for stream in streams:
+            client.send_data(stream, frame(_RESPONSE_MESSAGE))
+        turn()
+        for stream in streams:
+            client.end_stream(stream)
+        turn()
+    return spent / 1000 / requests
+
+
+@dataclass(slots=True)
+class _Stream:
+    answers: int = 0
+
+
+class _Driver(asyncio.Protocol):
+    """An ngh2 client that keeps ``concurrency`` requests under way and counts down."""
+
+    def __init__(self, requests: int, concurrency: int) -> None:
+        self._left = requests
+        self._concurrency = concurrency
+        self._streams: dict[int, _Stream] = {}
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._h2 = ngh2.Connection(ngh2.Role.CLIENT, _CLIENT)
+        self._h2.initiate_connection({4: 1 << 24})
+        self._h2.set_local_window_size(1 << 28)
+        for _ in range(self._concurrency):
+            self._open()
+        self._transport.write(self._h2.data_to_send())
+
+    def _open(self) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        stream = self._h2.send_request(_REQUEST)
+        self._streams[stream] = _Stream()
+        self._h2.send_data(stream, frame(_HEADERS_MESSAGE))
+        self._h2.send_data(stream, frame(_BODY_MESSAGE))
+
+    def data_received(self, data: bytes) -> None:
+        self._h2.receive_data(data)
+        for event in self._h2.events():
+            if isinstance(event, ngh2.DataReceived) and event.data:
+                stream = self._streams[event.stream_id]
+                stream.answers += len(event.data)
+                if stream.answers == sum(len(frame(answer)) for answer in _ANSWERS):
+                    self._h2.send_data(event.stream_id, frame(_RESPONSE_MESSAGE))
+                elif stream.answers > sum(len(frame(answer)) for answer in _ANSWERS):
+                    self._h2.end_stream(event.stream_id)
+            elif isinstance(event, ngh2.StreamClosed):
+                del self._streams[event.stream_id]
+                self._open()
+        if data := self._h2.data_to_send():
+            self._transport.write(data)
+        if not self._streams and not self.done.done():
+            self.done.set_result(None)
+
+
+_SERVERS: dict[str, Callable[[], Ngh2ProcessServer | GrpcioProcessServer]] = {
+    "ngh2": Ngh2ProcessServer,
+    "grpcio": GrpcioProcessServer,
+}
+
+
+def _serve(kind: str, path: str, pipe: Pipe) -> None:
+    """The child: serve until told to stop; answer every other message with the CPU seconds used so far."""
+
+    async def main() -> None:
+        server = _SERVERS[kind]()
+        await server.start(f"unix:{path}", Handler)
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+
+        def told() -> None:
+            if pipe.recv() == "stop":
+                stop.set()
+            else:
+                pipe.send(time.process_time())
+
+        loop.add_reader(pipe.fileno(), told)
+        pipe.send("ready")
+        await stop.wait()
+        await server.drain(0)
+
+    uvloop.run(main())
+
+
+def over_socket(kind: str, requests: int, concurrency: int) -> float:
+    """CPU µs of the server's process per request."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "bench.sock")
+        child = context.Process(target=_serve, args=(kind, path, theirs))
+        child.start()
+        ours.recv()
+
+        def cpu() -> float:
+            ours.send("cpu")
+            return float(ours.recv())
+
+        async def drive() -> float:
+            loop = asyncio.get_running_loop()
+            for count in (requests // 10, requests):  # the first round only warms up
+                before = cpu()
+                transport, driver = await loop.create_unix_connection(lambda n=count: _Driver(n, concurrency), path)
+                await driver.done
+                transport.close()
+            return (cpu() - before) / requests * 1e6
+
+        try:
+            return uvloop.run(drive())
+        finally:
+            ours.send("stop")
+            child.join()
+
+
+def main() -> None:
+    """Print a table, or JSON with ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--only", choices=["memory", "ngh2", "grpcio"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures: dict[str, float] = {}
+    for concurrency in (1, 32):
+        if options.only in (None, "memory"):
+            figures[f"memory ngh2 c={concurrency}"] = min(
+                asyncio.run(in_memory(options.requests, concurrency)) for _ in range(3)
+            )
+        for kind in _SERVERS:
+            if options.only in (None, kind):
+                figures[f"socket {kind} c={concurrency}"] = over_socket(kind, options.requests, concurrency)
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    print(f"CPU µs per request, {options.requests} requests, {os.cpu_count()} cores")
+    for name, value in figures.items():
+        print(f"{name:24}{value:8.1f}")
+
+
+if __name__ == "__main__":
+    main()
