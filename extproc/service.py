@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Final
@@ -46,12 +47,11 @@ _TICK_SECONDS: Final = 1.0
 
 
 class LoopClock:
-    """The running event loop's time."""
+    """Monotonic time, and the running event loop's timers (whose own time has milliseconds only, under uvloop)."""
 
     def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.now = loop.time
-        self._later = loop.call_later
+        self.now = time.monotonic
+        self._later = asyncio.get_running_loop().call_later
 
     def after(self, seconds: float, callback: Callable[[], None]) -> Handle:
         """See Clock."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.gateway import ABORT_SECONDS
+from extproc.exchange.gateway import ABORT_SECONDS, LINGER_SECONDS
 from extproc.exchange.headers import RequestHead, end_to_end
 from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, loss_of, send_abort
 from extproc.exchange.record import naming_headers
@@ -155,12 +155,12 @@ class RelayedCourse:
 
     def closed(self) -> None:
         """See Course."""
-        if self._phase is _Phase.OVER:
-            return
-        self._phase = _Phase.OVER
-        self._drop_legs()
-        self._session.gateway.rooms.release(self._rooms)
-        self._session.finish()
+        if self._answer.complete and any(sample.prefill or sample.decode for sample in self._samples):
+            # The answer is out; its last legs are just about to end by themselves.
+            self._phase = _Phase.ENDED
+            self._session.gateway.clock.after(LINGER_SECONDS, self._finish)
+        else:
+            self._finish()
 
     # -- what the legs tell ---------------------------------------------------------------------------------------
 
@@ -205,6 +205,12 @@ class RelayedCourse:
             session.reject(error)  # the head is out: Envoy cuts the connection, so that nobody takes it for complete
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._phase = _Phase.OVER
+        self._drop_legs()
+        self._session.gateway.rooms.release(self._rooms)
+        self._session.finish()
 
     def _send(self, sample: _Sample, rooms: tuple[int, ...]) -> None:
         session = self._session
@@ -270,7 +276,6 @@ class RelayedCourse:
                 self._send_head()
             self._phase = _Phase.ENDED
             self._send_body(chunk, end=True)
-            self._drop_legs()
         elif chunk:
             if self._phase is _Phase.WAITING:
                 self._send_head()

@@ -99,7 +99,7 @@ def relayed_body(chunk: bytes, *, end: bool) -> list[bytes]:
     pieces = [chunk[at : at + BODY_CHUNK] for at in range(0, len(chunk), BODY_CHUNK)] or [b""]
     last = len(pieces) - 1
     return [
-        field(11, field(2, field(1, piece) + (b"\x10\x01" if end and at == last else b"")))
+        field(11, field(2, (field(1, piece) if piece else b"") + (b"\x10\x01" if end and at == last else b"")))
         for at, piece in enumerate(pieces)
     ]
 

@@ -1,0 +1,234 @@
+"""In-memory stand-ins for what surrounds an exchange: Envoy's call, the egress, the clock, the fleet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from envoy.config.core.v3.base_pb2 import HeaderMap
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse
+
+from extproc.exchange.gateway import Gateway, GatewayConfig
+from extproc.exchange.session import Session
+from extproc.policies.placement import Placer
+from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.workers.worker import Role, Status, Worker, WorkerUrl
+
+
+def worker(role: Role, port: int, **fields) -> Worker:
+    fields.setdefault("model_ids", ("tiny",))
+    made = Worker(f"{role.value}-{port}", WorkerUrl("http", "127.0.0.1", port), role, **fields)
+    made.status = Status.READY
+    made.endpoint = f"127.0.0.1:{port}"
+    return made
+
+
+class FakeFleet:
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = list(workers)
+
+    def usable(self, role, model):
+        return tuple(
+            w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids)
+        )
+
+    def knows_model(self, model):
+        return any(model in w.model_ids for w in self.workers)
+
+
+@dataclass
+class FakeCall:
+    sent: list[bytes] = field(default_factory=list)
+    aborted: tuple[int, str] | None = None
+    queued: int = 0
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def abort(self, code, detail):
+        self.aborted = (code, detail)
+
+    def pause(self):
+        raise AssertionError("the request path never pauses a call")
+
+    resume = pause
+
+    def take(self):
+        """The messages sent since the last look; relayed ones (field 11, unknown to xds-protos) stay bytes."""
+        sent, self.sent = self.sent, []
+        return [message if message[0] == 0x5A else ProcessingResponse.FromString(message) for message in sent]
+
+
+class FakeLeg:
+    def __init__(self, headers, body, receiver):
+        self.headers = headers
+        self.body = body
+        self.receiver = receiver
+        self.cancelled = False
+        self.paused = False
+
+    def cancel(self):
+        self.cancelled = True
+
+    def pause(self):
+        self.paused = True
+
+    def resume(self):
+        self.paused = False
+
+    @property
+    def path(self):
+        return dict(self.headers)[b":path"].decode()
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def cluster(self):
+        return dict(self.headers)[b"x-pd-cluster"].decode()
+
+    def answer(self, status=200, body=b"{}", headers=()):
+        assert not self.cancelled, "an answer to a cancelled leg is never delivered"
+        for step in (
+            lambda: self.receiver.head(status, [(b"content-type", b"application/json"), *headers]),
+            lambda: self.receiver.data(body),
+            lambda: self.receiver.done(),
+        ):
+            if not self.cancelled:
+                step()
+
+
+class FakeEgress:
+    def __init__(self):
+        self.legs = []
+
+    def send(self, headers, body, receiver):
+        leg = FakeLeg(list(headers), body, receiver)
+        self.legs.append(leg)
+        return leg
+
+    def open(self, path=None):
+        return [leg for leg in self.legs if not leg.cancelled and (path is None or leg.path == path)]
+
+    @property
+    def aborts(self):
+        """What was aborted where: (cluster, rid)."""
+        return [(leg.cluster, leg.json["rid"]) for leg in self.legs if leg.path == "/abort_request"]
+
+
+class FakeClock:
+    def __init__(self):
+        self.time = 100.0
+        self.scheduled = []
+
+    def now(self):
+        return self.time
+
+    def after(self, seconds, callback):
+        handle = _Handle(self.time + seconds, callback)
+        self.scheduled.append(handle)
+        return handle
+
+    def advance(self, seconds):
+        self.time += seconds
+        due = [h for h in self.scheduled if h.when <= self.time]
+        self.scheduled = [h for h in self.scheduled if h.when > self.time]
+        for handle in due:
+            if not handle.cancelled:
+                handle.callback()
+
+
+@dataclass
+class _Handle:
+    when: float
+    callback: object
+    cancelled: bool = False
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Records(list):
+    def finished(self, record):
+        self.append(record)
+
+
+class Rig:
+    """A gateway with two prefill and two decode workers, and whatever has happened around it."""
+
+    def __init__(self, *workers: Worker, **config) -> None:
+        self.workers = workers or (
+            worker(Role.PREFILL, 1, bootstrap_port=8998),
+            worker(Role.PREFILL, 2, bootstrap_port=8999),
+            worker(Role.DECODE, 11),
+            worker(Role.DECODE, 12),
+        )
+        self.fleet = FakeFleet(*self.workers)
+        self.egress = FakeEgress()
+        self.clock = FakeClock()
+        self.records = Records()
+        self.unreachable = []
+        placer = Placer(self.fleet, RoundRobinPolicy(), RoundRobinPolicy())
+        self.gateway = Gateway(
+            GatewayConfig(**config), placer, self.egress, self.clock, self.records, self.unreachable.append
+        )
+
+    def open(self) -> Client:
+        return Client(self)
+
+    def post(self, path: str, body, *, headers=(), chunk: int | None = None) -> Client:
+        client = self.open()
+        client.head(path, headers=headers)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        size = chunk or max(1, len(raw))
+        pieces = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
+        for piece in pieces[:-1]:
+            client.body(piece)
+        client.body(pieces[-1], end=True)
+        return client
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.gateway.alive == 0
+        assert len(self.gateway.rooms) == 0
+        assert {w.id: w.load for w in self.workers if w.load} == {}
+
+
+class Client:
+    """Envoy's side of one call."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.call = FakeCall()
+        self.session = Session(rig.gateway, self.call)
+
+    def tell(self, **fields) -> None:
+        self.session.received(ProcessingRequest(**fields).SerializeToString())
+
+    def head(self, path, *, method="POST", headers=(), end=False) -> None:
+        pairs = [(":method", method), (":path", path), (":scheme", "http"), (":authority", "gateway"), *headers]
+        self.tell(request_headers=_http_headers(pairs, end))
+
+    def body(self, chunk: bytes, *, end=False) -> None:
+        self.tell(request_body=HttpBody(body=chunk, end_of_stream=end))
+
+    def decode_head(self, status=200, headers=()) -> None:
+        self.tell(response_headers=_http_headers([(":status", str(status)), *headers], False))
+
+    def close(self) -> None:
+        self.session.closed()
+
+
+def _http_headers(pairs, end):
+    header_map = HeaderMap()
+    for key, value in pairs:
+        header_map.headers.add(key=key, raw_value=value.encode())
+    return HttpHeaders(headers=header_map, end_of_stream=end)
+
+
+def mutated(response) -> dict[str, str]:
+    """The headers that a request_headers, response_headers or immediate_response message sets."""
+    kind = response.WhichOneof("response")
+    part = getattr(response, kind)
+    mutation = part.headers if kind == "immediate_response" else part.response.header_mutation
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}

@@ -1,0 +1,84 @@
+"""Every cell of the direct exchange's transition table."""
+
+import pytest
+
+from extproc.exchange.machine import RULES, Event, Exchange, IllegalTransitionError, Outside, State
+
+
+class Recorder:
+    """Notes what the machine wants done."""
+
+    def __init__(self):
+        self.done = []
+
+    def __getattr__(self, name):
+        return lambda: self.done.append(name)
+
+
+@pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+def test_every_cell(state, event):
+    outside = Recorder()
+    exchange = Exchange(outside)
+    exchange.state = state
+    if (state, event) in RULES:
+        after, actions = RULES[state, event]
+        exchange.fire(event)
+        assert exchange.state is after
+        assert tuple(outside.done) == actions
+    else:
+        with pytest.raises(IllegalTransitionError, match=f"{event.name} cannot happen in {state.name}"):
+            exchange.fire(event)
+        assert exchange.state is state
+        assert outside.done == []
+
+
+def test_every_action_exists():
+    assert {action for _, actions in RULES.values() for action in actions} <= set(vars(Outside))
+
+
+def paths(state, seen=()):
+    """Every way through the table from ``state`` to its end, visiting no state twice."""
+    if state is State.OVER:
+        yield ()
+        return
+    for (origin, _), (after, actions) in RULES.items():
+        if origin is state and after not in seen and after is not state:
+            for rest in paths(after, (*seen, state)):
+                yield (actions, *rest)
+
+
+ALL_PATHS = [sum(steps, ()) for steps in paths(State.READY)]
+
+
+def test_every_way_ends_with_finish_and_only_once():
+    assert len(ALL_PATHS) > 20
+    for actions in ALL_PATHS:
+        assert actions.count("finish") == 1
+        assert actions[-1] == "finish"
+
+
+def test_no_way_answers_the_client_twice():
+    for actions in ALL_PATHS:
+        assert sum(actions.count(answer) for answer in ("fail_with_prefill", "fail_with_timeout")) <= 1
+        assert actions.count("pass_head") <= 1
+        assert actions.count("drop_prefill") <= 1
+
+
+def test_every_state_before_the_end_can_be_closed():
+    """Envoy may end the stream at any moment."""
+    for state in State:
+        if state not in (State.OVER, State.LINGERING):  # LINGERING is after the close
+            assert (state, Event.CLOSED) in RULES
+
+
+def test_every_state_before_the_end_survives_its_deadline():
+    for state in State:
+        if state is not State.OVER:
+            assert (state, Event.EXPIRED) in RULES
+
+
+def test_no_state_is_a_dead_end():
+    for state in State:
+        if state is not State.OVER:
+            assert any(True for _ in paths(state))

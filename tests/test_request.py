@@ -1,0 +1,107 @@
+"""Reading requests: what is accepted, what is refused and how it is said."""
+
+import json
+
+import pytest
+
+from extproc.apis.request import InferenceRequest
+from extproc.apis.table import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RERANK, RESPONSES
+from extproc.errors import GatewayError
+
+MESSAGE = [{"role": "user", "content": "hi"}]
+
+
+def read(api, body):
+    return InferenceRequest.read(api, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "prompts", "samples"),
+    [
+        (CHAT, {"messages": MESSAGE}, None, 1),
+        (CHAT, {"messages": MESSAGE, "n": 3}, None, 3),
+        (CHAT, {"messages": MESSAGE, "n": None, "stream": None, "model": None}, None, 1),
+        (COMPLETIONS, {"prompt": "a"}, None, 1),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, 2, 1),
+        (COMPLETIONS, {"prompt": ["a"], "n": 2}, 1, 2),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, None, 1),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]]}, 2, 1),
+        (GENERATE, {"text": "a"}, None, 1),
+        (GENERATE, {"text": ["a", "b", "c"]}, 3, 1),
+        (GENERATE, {"input_ids": [1, 2]}, None, 1),
+        (GENERATE, {"input_ids": [[1], [2]]}, 2, 1),
+        (GENERATE, {"input_embeds": [[0.1], [0.2]]}, None, 1),
+        (GENERATE, {"input_embeds": [[[0.1]], [[0.2]]]}, 2, 1),
+        (GENERATE, {"text": "a", "sampling_params": {"n": 4}}, None, 4),
+        (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}]}, 2, 2),
+        (MESSAGES, {"messages": MESSAGE, "n": 5}, None, 1),  # this API has no samples
+        (RESPONSES, {"input": "a"}, None, 1),
+        (RESPONSES, {"input": [{"role": "user", "content": "a"}]}, None, 1),
+        (COUNT_TOKENS, {"messages": MESSAGE}, None, 1),
+        (RERANK, {"query": "q", "documents": ["d"]}, None, 1),
+    ],
+)
+def test_prompts_and_samples_are_counted(api, body, prompts, samples):
+    request = read(api, body)
+    assert (request.prompts, request.samples) == (prompts, samples)
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "code", "param"),
+    [
+        (CHAT, b"", "invalid_json", None),
+        (CHAT, b"[]", "invalid_json", None),
+        (CHAT, {}, "missing_required_parameter", "messages"),
+        (CHAT, {"messages": None}, "missing_required_parameter", "messages"),
+        (CHAT, {"messages": "hi"}, "invalid_type", "messages"),
+        (CHAT, {"messages": {}}, "invalid_type", "messages"),
+        (CHAT, {"messages": MESSAGE, "model": 7}, "invalid_type", "model"),
+        (CHAT, {"messages": MESSAGE, "stream": "yes"}, "invalid_type", "stream"),
+        (CHAT, {"messages": MESSAGE, "stream": 1}, "invalid_type", "stream"),
+        (CHAT, {"messages": MESSAGE, "n": 0}, "invalid_type", "n"),
+        (CHAT, {"messages": MESSAGE, "n": -1}, "invalid_type", "n"),
+        (CHAT, {"messages": MESSAGE, "n": 129}, "invalid_type", "n"),
+        (CHAT, {"messages": MESSAGE, "n": 1.5}, "invalid_type", "n"),
+        (CHAT, {"messages": MESSAGE, "n": True}, "invalid_type", "n"),
+        (CHAT, {"messages": MESSAGE, "n": "2"}, "invalid_type", "n"),
+        (COMPLETIONS, {"prompt": []}, "invalid_type", "prompt"),
+        (COMPLETIONS, {"prompt": 5}, "invalid_type", "prompt"),
+        (GENERATE, {}, "missing_required_parameter", "text"),
+        (GENERATE, {"text": "a", "input_ids": [1]}, "invalid_type", "input_ids"),
+        (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 3}]}, "invalid_type", "sampling_params.n"),
+        (RERANK, {"query": "q"}, "missing_required_parameter", "documents"),
+        (CHAT, b'{"messages":[],"messages":[]}', "duplicate_parameter", "messages"),
+        (CHAT, b'{"messages":[],"stream":true,"str\\u0065am":false}', "duplicate_parameter", "stream"),
+        (CHAT, b'{"messages":[],"bootstrap_room":1,"bootstrap_room":2}', "duplicate_parameter", "bootstrap_room"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(api, body, code, param):
+    with pytest.raises(GatewayError) as refused:
+        read(api, body)
+    assert (refused.value.fault.code, refused.value.param) == (code, param)
+    assert refused.value.status == 400
+
+
+def test_duplicates_of_fields_that_decide_nothing_are_the_engines_business():
+    assert read(CHAT, b'{"messages":[],"temperature":0,"temperature":1}').samples == 1
+
+
+@pytest.mark.parametrize(
+    ("api", "extra", "wanted"),
+    [
+        (GENERATE, {}, False),
+        (GENERATE, {"return_logprob": True}, False),  # output tokens only: the decode leg has them all
+        (GENERATE, {"return_logprob": True, "logprob_start_len": -1}, False),
+        (GENERATE, {"return_logprob": True, "logprob_start_len": 0}, True),
+        (GENERATE, {"return_logprob": False, "logprob_start_len": 0}, False),
+        (GENERATE, {"return_logprob": True, "token_ids_logprob": [5]}, True),
+        (GENERATE, {"return_logprob": [False, True], "logprob_start_len": [0, 3]}, True),
+        (COMPLETIONS, {"logprobs": 2}, False),
+        (COMPLETIONS, {"logprobs": 2, "echo": True}, True),
+        (COMPLETIONS, {"logprobs": 0, "echo": True}, False),
+        (CHAT, {"logprobs": True, "top_logprobs": 2}, False),
+    ],
+)
+def test_prompt_logprobs_are_noticed(api, extra, wanted):
+    prompt = {"messages": MESSAGE} if api is CHAT else {"prompt": "a"} if api is COMPLETIONS else {"text": ["a", "b"]}
+    assert read(api, prompt | extra).prompt_logprobs is wanted
