@@ -23,7 +23,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     ConfigSource,
     DataSource,
     Http1ProtocolOptions,
-    Http2ProtocolOptions,
     TcpKeepalive,
     TransportSocket,
 )
@@ -59,6 +58,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.dataplane.http2 import trusted_http2
 from extproc.dataplane.messages import (
     any_of,
     extension,
@@ -238,7 +238,5 @@ def _http1(idle_timeout: float) -> HttpProtocolOptions:
 
 def _http2() -> HttpProtocolOptions:
     return HttpProtocolOptions(
-        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-            http2_protocol_options=Http2ProtocolOptions(max_concurrent_streams=2**31 - 1)
-        ),
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=trusted_http2())
     )

@@ -45,6 +45,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from extproc.dataplane.access_log import client_access_log
+from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
 from extproc.dataplane.local_replies import client_replies, egress_replies
 from extproc.dataplane.messages import any_of, extension, parse_address, seconds, socket_address
 from extproc.dataplane.names import (
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 
     from extproc.dataplane.config import DataplaneConfig
 
-_MAX_STREAMS = 2**31 - 1
 _EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users
 _EXT_PROC_LONGEST_MESSAGE_TIMEOUT = 3600.0  # Envoy's own validation
 
@@ -78,7 +78,7 @@ def client_listener(config: DataplaneConfig) -> Listener:
             ignore_http_11_upgrade=[StringMatcher(safe_regex=RegexMatcher(regex=".*"))],
         ),
         http2_protocol_options=Http2ProtocolOptions(
-            max_concurrent_streams=_MAX_STREAMS, override_stream_error_on_invalid_http_message=True
+            max_concurrent_streams=MAX_STREAMS, override_stream_error_on_invalid_http_message=True
         ),
         route_config=client_routes(config),
         http_filters=[_http_filter(EXT_PROC_FILTER, _ext_proc(config), disabled=True), _router()],
@@ -97,13 +97,7 @@ def egress_listener(config: DataplaneConfig) -> Listener:
     manager = HttpConnectionManager(
         stat_prefix=EGRESS_LISTENER,
         codec_type=HttpConnectionManagerCodecType.HTTP2,
-        http2_protocol_options=Http2ProtocolOptions(
-            max_concurrent_streams=_MAX_STREAMS,
-            initial_stream_window_size=16 * 1024 * 1024,
-            initial_connection_window_size=256 * 1024 * 1024,
-            # One odd header in one leg must not cost all the others their connection.
-            override_stream_error_on_invalid_http_message=True,
-        ),
+        http2_protocol_options=trusted_http2(),
         # The service adds headers to those that the client's listener has let in.
         max_request_headers_kb=1024,
         common_http_protocol_options=HttpProtocolOptions(max_headers_count=1000, idle_timeout=seconds(0)),

@@ -1,0 +1,31 @@
+"""HTTP/2 options between Envoy and our own service: no limits that protect against strangers."""
+
+from __future__ import annotations
+
+from envoy_data_plane.envoy.config.core.v3 import Http2ProtocolOptions
+
+MAX_STREAMS = 2**31 - 1
+_PLENTY = 1_000_000_000
+_MEBIBYTE = 1024 * 1024
+
+
+def trusted_http2() -> Http2ProtocolOptions:
+    """For a connection that carries all requests in flight at once, so that losing it loses them all.
+
+    Envoy closes a connection whose peer resets many streams (1000, then 33 a second), sends many window updates or
+    reads so slowly that 10,000 frames wait. Between us that is a burst of clients leaving, or a busy event loop.
+    """
+    return Http2ProtocolOptions(
+        max_concurrent_streams=MAX_STREAMS,
+        initial_stream_window_size=16 * _MEBIBYTE,
+        initial_connection_window_size=256 * _MEBIBYTE,
+        stream_reset_burst=_PLENTY,
+        stream_reset_rate=_PLENTY,
+        max_outbound_frames=_PLENTY,
+        max_outbound_control_frames=_PLENTY,
+        max_inbound_window_update_frames_per_data_frame_sent=_PLENTY,
+        max_inbound_priority_frames_per_stream=_PLENTY,
+        max_consecutive_inbound_frames_with_empty_payload=_PLENTY,
+        # One odd header in one message must not cost all the others their connection.
+        override_stream_error_on_invalid_http_message=True,
+    )
