@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from extproc.control.metrics import Metrics
 from extproc.exchange.record import Record
+
+if TYPE_CHECKING:
+    from extproc.exchange.gateway import Gateway
 
 _log: Final = logging.getLogger("extproc.request")
 
 
 class RequestLog:
-    """An Observer that writes one line per request at info (error codes at warning when the gateway is at fault)."""
+    """An Observer that writes one line per request: at info, or at warning where the answer is a 5xx of ours."""
 
     def finished(self, record: Record) -> None:
         """See Observer."""
-        outcome = _outcome(record)
         level = logging.WARNING if record.code and record.status >= 500 else logging.INFO
         if not _log.isEnabledFor(level):
             return
@@ -39,17 +42,71 @@ class RequestLog:
                 "status": record.status or None,
                 "code": record.code or None,
                 "reason": record.message or None,
-                "outcome": outcome,
+                "outcome": outcome_of(record),
             },
         )
 
 
-def _outcome(record: Record) -> str:
+class RequestMetrics:
+    """An Observer that counts. Series are looked up once per combination and kept."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._requests = metrics.counter(
+            "pd_requests_total",
+            "Requests that are over, by what the client was told; code is empty when a worker answered.",
+            ("api", "handoff", "status", "code", "outcome"),
+        )
+        self._duration = metrics.histogram(
+            "pd_request_duration_seconds", "From the request's head to the end of its answer.", ("api",)
+        )
+        self._prefill = metrics.histogram(
+            "pd_prefill_duration_seconds", "From sending the prefill leg to the end of its answer.", ("handoff",)
+        )
+        self._head = metrics.histogram(
+            "pd_time_to_head_seconds", "From the request's head to the head of its answer.", ("api",)
+        )
+        self._in_flight = metrics.gauge("pd_requests_in_flight", "Requests under way.").labels()
+        self._rooms = metrics.gauge("pd_rooms_live", "Rooms in which legs may still meet.").labels()
+        self._metrics = metrics
+
+    def watch(self, gateway: Gateway) -> None:
+        """Show what ``gateway`` holds on every page."""
+
+        def collect() -> None:
+            self._in_flight.set(gateway.alive)
+            self._rooms.set(len(gateway.rooms))
+
+        self._metrics.before_render(collect)
+
+    def finished(self, record: Record) -> None:
+        """See Observer."""
+        self._requests.labels(
+            record.api, record.handoff, str(record.status), record.code, outcome_of(record)
+        ).inc()
+        self._duration.labels(record.api).observe(record.ended - record.started)
+        if record.prefill_ended:
+            self._prefill.labels(record.handoff).observe(record.prefill_ended - record.sent)
+        if record.headed:
+            self._head.labels(record.api).observe(record.headed - record.started)
+
+
+class Observers:
+    """Several Observers as one."""
+
+    def __init__(self, *observers: RequestLog | RequestMetrics) -> None:
+        self._observers = observers
+
+    def finished(self, record: Record) -> None:
+        """See Observer."""
+        for observer in self._observers:
+            observer.finished(record)
+
+
+def outcome_of(record: Record) -> str:
+    """``answered`` by a worker, ``rejected`` (4xx) or ``failed`` (5xx) by the gateway, ``left`` before any of these."""
     if record.code:
         return "failed" if record.status >= 500 else "rejected"
-    if not record.status:
-        return "left"  # the client went away before it was told anything
-    return "answered"
+    return "answered" if record.status else "left"
 
 
 def _ms(end: float, start: float) -> float | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -15,12 +16,15 @@ import uvloop
 
 from extproc import run_dir
 from extproc.control.api import ControlApi
+from extproc.control.metrics import Metrics
+from extproc.control.metrics_server import MetricsServer
+from extproc.control.worker_metrics import WorkerMetrics
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.envoy_config import dataplane_config
 from extproc.exchange.gateway import Gateway, GatewayConfig, Handle
 from extproc.exchange.session import Session
-from extproc.observe import RequestLog
+from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
@@ -63,8 +67,10 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.started = asyncio.Event()  # everything serves
         self._stopping = asyncio.Event()
-        self._signals = 0
+        self._hurry = asyncio.Event()
+        self._settle = False
         self._envoy: EnvoyProcess | None = None
         tls = None if settings.worker_ca_file is None else ssl.create_default_context(cafile=settings.worker_ca_file)
         self._client = WorkerClient(tls)
@@ -78,6 +84,10 @@ class Service:
             api_key=settings.api_key,
             request_id_headers=settings.request_id_headers,
         )
+        metrics = Metrics()
+        WorkerMetrics(self.registry, metrics)
+        request_metrics = RequestMetrics(metrics)
+        self._metrics = MetricsServer(metrics, settings.prometheus_host, settings.prometheus_port)
         self._egress = EgressClient(settings.egress_address.removeprefix("unix:"))
         self._server: ProcessServer = (
             Ngh2ProcessServer() if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer()
@@ -87,28 +97,39 @@ class Service:
             Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
             self._egress,
             LoopClock(),
-            RequestLog(),
+            Observers(RequestLog(), request_metrics),
             self._monitor.report_unreachable,
         )
+        request_metrics.watch(self.gateway)
+
+    @property
+    def metrics_port(self) -> int:
+        """Where Prometheus connects; known once the service runs."""
+        return self._metrics.port
 
     @property
     def client_address(self) -> tuple[str, int]:
         """Where clients connect; known once Envoy runs."""
         return self._envoy.client_address if self._envoy else (self._settings.host, self._settings.port)
 
-    def stop(self) -> None:
-        """Begin to stop in order; a second call skips what is left of the grace period."""
-        self._signals += 1
+    def stop(self, *, settle: bool = False) -> None:
+        """Begin to stop in order; a second call skips what is left of the grace period.
+
+        ``settle``: first say for a while that we are not ready, so that whoever balances load in front can turn away.
+        """
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._settle = settle
         self._stopping.set()
 
-    async def run(self, started: Callable[[], None] = lambda: None) -> int:
-        """Serve until :meth:`stop` or Envoy's death; 0, or Envoy's status. ``started`` is called once all serves.
+    async def run(self) -> int:
+        """Serve until :meth:`stop` or Envoy's death; 0, or Envoy's status.
 
         Raises OSError, EnvoyNotFoundError or EnvoyStartError when something cannot be started.
         """
         async with AsyncExitStack() as stack:
             await self._start(stack)
-            started()
+            self.started.set()
             return await self._serve()
 
     async def _start(self, stack: AsyncExitStack) -> None:
@@ -120,6 +141,8 @@ class Service:
         stack.push_async_callback(self._ads.stop)
         await self._control.start()
         stack.push_async_callback(self._control.stop)
+        await self._metrics.start()
+        stack.push_async_callback(self._metrics.stop)
         await self._server.start(settings.extproc_address, self._session)
         stack.push_async_callback(self._server.drain, 0)
         self._server.set_serving("liveness", serving=True)
@@ -178,13 +201,21 @@ class Service:
         grace = self._settings.shutdown_grace_period_secs
         _log.info("stopping", extra={"in_flight": self.gateway.alive, "grace_s": float(grace)})
         self._control.set_draining()
+        if self._settle:
+            await self._unless_hurried(asyncio.sleep(self._settings.drain_settle_secs))
         self.gateway.draining = True
-        drained = asyncio.create_task(self._until_idle(grace))
-        while not drained.done() and self._signals < 2:
-            await asyncio.wait([drained], timeout=0.1)
-        drained.cancel()
+        await self._unless_hurried(self._until_idle(grace))
         if self.gateway.alive:
             _log.warning("ending %d requests that are still under way", self.gateway.alive)
+
+    async def _unless_hurried(self, work: Coroutine[None, None, None]) -> None:
+        working = asyncio.create_task(work)
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({working, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (working, hurry):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
 
     async def _until_idle(self, grace: float) -> None:
         if self._envoy is not None:
@@ -201,8 +232,13 @@ def run(settings: Settings) -> int:
 async def _run(settings: Settings) -> int:
     service = Service(settings)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, service.stop)
+    loop.add_signal_handler(signal.SIGTERM, lambda: service.stop(settle=True))
+    loop.add_signal_handler(signal.SIGINT, service.stop)
+    return await startable(service)
+
+
+async def startable(service: Service) -> int:
+    """Run ``service``; 1, with the reason logged, when it cannot be started."""
     try:
         return await service.run()
     except (OSError, EnvoyNotFoundError, EnvoyStartError) as error:
