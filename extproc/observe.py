@@ -27,7 +27,7 @@ class RequestLog:
             level,
             "request",
             extra={
-                "request_id": record.request_id,
+                "request_id": record.request_id.decode("latin-1"),
                 "api": record.api,
                 "model": record.model or None,
                 "stream": record.stream or None,

@@ -36,7 +36,7 @@ def test_streamed_bodies(size, end):
 
 
 def test_destinations_are_an_ordered_list_in_envoys_metadata():
-    message = wire.request_headers_reply(b"", wire.destination_metadata(["10.0.0.1:80", "[::1]:8000"]))
+    message = wire.request_headers_reply(b"", wire.destination_metadata("10.0.0.1:80,[::1]:8000"))
     metadata = ProcessingResponse.FromString(message).dynamic_metadata
     assert dict(metadata["envoy.lb"]) == {"x-gateway-destination-endpoint": "10.0.0.1:80,[::1]:8000"}
 

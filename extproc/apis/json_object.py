@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
 from typing import Any, Final
 
 import msgspec
@@ -41,6 +40,8 @@ class JsonObject:
         GatewayError: ``invalid_json`` when ``raw`` is empty, not UTF-8, not JSON, or not an object.
     """
 
+    __slots__ = ("_known_spans", "_values", "raw")
+
     def __init__(self, raw: bytes) -> None:
         if not raw:
             raise GatewayError("invalid_json", "JSON syntax error: the request body is empty")
@@ -55,6 +56,7 @@ class JsonObject:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GatewayError("invalid_json", f"JSON syntax error: {error}") from None
         self.raw = raw
+        self._known_spans: list[tuple[int, int, int]] | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -91,7 +93,7 @@ class JsonObject:
 
     def duplicated(self) -> set[str]:
         """The keys that occur more than once at the top level (usually none: then this costs one regex step a key)."""
-        if self._spans is not None:
+        if self._spans() is not None:
             return set()
         seen: set[str] = set()
         twice: set[str] = set()
@@ -108,6 +110,8 @@ class JsonObject:
             members: ``"key":value,...`` to add at the end; keys that exist must be in ``drop``.
         """
         values = self._values
+        if not put and not drop:
+            return self._with_members(members)
         fresh = [b'"%b":%b' % (key.encode(), value) for key, value in put.items() if key not in values]
         appended = b",".join([*fresh, members] if members else fresh)
         if len(fresh) == len(put) and not any(key in values for key in drop):
@@ -137,29 +141,34 @@ class JsonObject:
         separator = b"," if self._values else b""
         return b"".join((memoryview(raw)[:end], separator, members, b"}"))
 
-    @cached_property
     def _spans(self) -> list[tuple[int, int, int]] | None:
         """(key's start, value's start, value's end) of every member, stepping over values by their known lengths.
 
         None when a key is duplicated: the dict then lacks a member, and the steps cannot end at the closing brace.
         """
+        if self._known_spans is not None:
+            return self._known_spans
         raw = self.raw
         opened = _OPEN.match(raw)
         position = opened.end() if opened else 0
         spans = []
+        match = _KEY.match
         for value in self._values.values():
-            key = _KEY.match(raw, position)
+            key = match(raw, position)
             if key is None:
                 return None
             start = key.end()
-            position = start + memoryview(value).nbytes
+            position = start + len(memoryview(value))
             spans.append((key.start(1), start, position))
-        return spans if _CLOSE.match(raw, position) else None
+        if _CLOSE.match(raw, position):
+            self._known_spans = spans
+        return self._known_spans
 
     def _members(self) -> Iterator[tuple[str, int, int, int]]:
         """All members, duplicates too, as (key, key's start, value's start, value's end)."""
-        if self._spans is not None:
-            for key, (start, value, end) in zip(self._values, self._spans, strict=True):
+        spans = self._spans()
+        if spans is not None:
+            for key, (start, value, end) in zip(self._values, spans, strict=True):
                 yield key, start, value, end
             return
         raw = self.raw

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.gateway import ABORT_SECONDS, HOLD_SECONDS, LINGER_SECONDS, Handle
-from extproc.exchange.headers import RequestHead
-from extproc.exchange.legs import WholeAnswer, leg_headers, send_abort
+from extproc.exchange.headers import HeaderValue, RequestHead
+from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_path, send_abort
 from extproc.exchange.machine import Event, Exchange, IllegalTransitionError, State
-from extproc.exchange.record import naming_headers
+from extproc.exchange.record import server_timing
 from extproc.handoff import sglang
 from extproc.transport.interface import Leg
 from extproc.workers.worker import Role, Worker
@@ -39,6 +40,7 @@ class DirectCourse:
         "_head",
         "_holding",
         "_leg",
+        "_path",
         "_prefill",
         "_prefill_body",
         "_released",
@@ -53,6 +55,7 @@ class DirectCourse:
         self._session = session
         self._head = head
         self._request = request
+        self._path = leg_path(request.api, head.path)
         self._exchange = Exchange(self)
         self._upstreams = upstreams  # where Envoy may send the released request, in order
         self._decode = upstreams[0]  # who has the released request, as far as known
@@ -86,7 +89,7 @@ class DirectCourse:
         course._rooms, course._body, course._prefill_body = rooms, legs.decode, legs.prefill
         record = session.record
         record.handoff = sglang.NAME
-        record.prefill = str(pair.prefill.url)
+        record.prefill = pair.prefill.name
         return course
 
     @classmethod
@@ -101,17 +104,18 @@ class DirectCourse:
         self._session.record.sent = self._session.gateway.clock.now()
         self._exchange.fire(Event.ACCEPTED if self._prefill is not None else Event.ACCEPTED_ALONE)
 
-    def response_headers(self, headers: list[tuple[str, bytes]]) -> None:
+    def response_headers(self, headers: Iterable[HeaderValue]) -> None:
         """See Course."""
         status = 0
         code = None
-        for name, value in headers:
+        for header in headers:
+            name = header.key
             if name == ":status":
-                status = int(value)
+                status = int(header.raw_value)
             elif name == "x-pd-upstream":
-                self._served_by(value.decode("latin-1"))
+                self._served_by(header.raw_value.decode("latin-1"))
             elif name == "x-pd-error-code":
-                code = value.decode("latin-1")
+                code = header.raw_value.decode("latin-1")
         record = self._session.record
         record.status = status
         if code is not None:
@@ -144,13 +148,7 @@ class DirectCourse:
         session = self._session
         prefill.load += 1
         self._leg = session.gateway.egress.send(
-            leg_headers(
-                self._head,
-                self._worker_path(),
-                (prefill,),
-                session.record.request_id.encode(),
-                len(self._prefill_body),
-            ),
+            leg_headers(self._head, self._path, (prefill,), session.record.request_id, len(self._prefill_body)),
             self._prefill_body,
             WholeAnswer(Role.PREFILL, prefill, self._prefill_done, self._prefill_failed),
         )
@@ -165,9 +163,8 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
-        mutation = self._request_mutation(decode, body)
-        metadata = wire.destination_metadata([worker.endpoint or "" for worker in self._upstreams])
-        session.call.send(wire.request_headers_reply(mutation, metadata))
+        metadata = wire.destination_metadata(destinations(self._upstreams))
+        session.call.send(wire.request_headers_reply(self._request_mutation(decode, body), metadata))
         session.call.send(wire.request_body_reply(body, end=not session.has_trailers))
         if session.has_trailers:
             session.call.send(wire.request_trailers_reply())
@@ -179,13 +176,14 @@ class DirectCourse:
         record = session.record
         record.headed = session.gateway.clock.now()
         if self._prefill is None:
-            record.prefill = str(self._decode.url)
+            record.prefill = self._decode.name
         else:
-            record.decode = str(self._decode.url)
-        mutation = _REMOVE_UPSTREAM + wire.set_header(b"x-request-id", record.request_id.encode())
+            record.decode = self._decode.name
+        mutation = wire.set_header(b"x-request-id", record.request_id)
         if session.gateway.config.response_headers:
-            mutation += b"".join([wire.set_header(name, value) for name, value in naming_headers(record)])
-        session.call.send(wire.response_headers_reply(mutation))
+            mutation += wire.set_header(b"server-timing", server_timing(record))
+            mutation += _names(record.prefill, record.decode, record.handoff)
+        session.call.send(wire.response_headers_reply(mutation + _REMOVE_UPSTREAM))
 
     def hold_head(self) -> None:
         """See Outside."""
@@ -237,7 +235,7 @@ class DirectCourse:
         try:
             self._exchange.fire(event)
         except IllegalTransitionError as error:
-            _log.exception("request %s: %s", self._session.record.request_id, error)
+            _log.exception("request %s: %s", self._session.record.request_id.decode("latin-1"), error)
             self._session.call.abort(13, str(error))
             if event is Event.CLOSED and self._exchange.state is not State.OVER:
                 self._exchange.state = State.OVER
@@ -266,7 +264,7 @@ class DirectCourse:
             return
         gateway = self._session.gateway
         rid = sglang.abortable_rid(self._request, self._rid)
-        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id.encode())
+        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id)
         gateway.clock.after(ABORT_SECONDS, leg.cancel)
 
     def _stop_holding(self) -> None:
@@ -294,24 +292,28 @@ class DirectCourse:
             for worker in self._upstreams:
                 self._session.gateway.report_unreachable(worker)
 
-    def _worker_path(self) -> bytes:
-        _, mark, query = self._head.path.partition("?")
-        return (self._request.api.worker_path + mark + query).encode("latin-1")
-
     def _request_mutation(self, worker: Worker, body: bytes) -> bytes:
         head = self._head
-        parts = [
-            wire.set_header(b"content-length", b"%d" % len(body)),
-            wire.set_header(b"x-request-id", self._session.record.request_id.encode()),
-        ]
+        first = head.first
+        mutation = wire.set_header(b"content-length", b"%d" % len(body))
+        request_id = self._session.record.request_id
+        if first.get("x-request-id") != request_id:
+            mutation += wire.set_header(b"x-request-id", request_id)
         if self._request.api.worker_path != self._request.api.path:
-            parts.append(wire.set_header(b":path", self._worker_path()))
+            mutation += wire.set_header(b":path", self._path)
         if worker.api_key is not None:
-            parts.append(wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode()))
-        content_type = head.first("content-type")
-        if content_type is None or not content_type.startswith(b"application/json"):
-            parts.append(_JSON)
-        parts += [wire.remove_header(name.encode("latin-1")) for name in head.steering()]
-        if head.first("transfer-encoding") is not None:
-            parts.append(_REMOVE_TRANSFER_ENCODING)
-        return b"".join(parts)
+            mutation += wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode())
+        if not first.get("content-type", b"").startswith(b"application/json"):
+            mutation += _JSON
+        for name in head.steering:
+            mutation += wire.remove_header(name)
+        if "transfer-encoding" in first:
+            mutation += _REMOVE_TRANSFER_ENCODING
+        return mutation
+
+
+@lru_cache(4096)
+def _names(prefill: str, decode: str, handoff: str) -> bytes:
+    """The header mutation that names who serves."""
+    named = ((b"x-pd-prefill", prefill), (b"x-pd-decode", decode), (b"x-pd-handoff", handoff))
+    return b"".join([wire.set_header(name, value.encode()) for name, value in named if value])

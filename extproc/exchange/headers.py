@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from extproc.transport.interface import Header
 
-# Never passed on: RFC 9110 §7.6.1 (connection-specific), what we set ourselves, and what would steer Envoy or a worker.
+# Never passed on: RFC 9110 §7.6.1 (connection-specific), and what each leg sets itself.
 _NOT_FORWARDED: Final = frozenset(
     {
         "connection",
@@ -28,65 +27,63 @@ _NOT_FORWARDED: Final = frozenset(
         "content-length",
         "content-type",
         "accept-encoding",
+        "x-request-id",
     }
 )
 # Ours, Envoy's, and SGLang's per-header overrides of control fields (srt/entrypoints/request_headers.py).
-STEERING_PREFIXES: Final = ("x-pd-", "x-gateway-destination-", "x-envoy-", "x-override-")
-STEERING_HEADERS: Final = frozenset({"x-data-parallel-rank"})
+_STEERING_PREFIXES: Final = ("x-pd-", "x-gateway-destination-", "x-envoy-", "x-override-", "x-data-parallel-rank")
 _RESPONSE_NOT_FORWARDED: Final = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length"}
 )
 _PLAIN_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
-    """A request's head.
+class HeaderValue(Protocol):
+    """envoy.config.core.v3.HeaderValue."""
+
+    key: str
+    raw_value: bytes
+
+
+class RequestHead(NamedTuple):
+    """A request's head. Read in one pass: this is done for every request.
 
     Attributes:
         method, path: the pseudo headers; ``path`` with its query.
-        fields: the other headers with their values as bytes, in order; names in lower case.
+        first: the first value of every other header, by lower-case name.
+        forwarded: the end-to-end headers that a leg passes on, in HTTP/2 form, in order.
+        steering: names of headers that a client must not have: they would steer the gateway or a worker.
     """
 
     method: str
     path: str
-    fields: Sequence[tuple[str, bytes]]
+    first: dict[str, bytes]
+    forwarded: list[Header]
+    steering: list[bytes]
 
     @classmethod
-    def of(cls, headers: Iterable[tuple[str, bytes]]) -> RequestHead:
+    def of(cls, headers: Iterable[HeaderValue]) -> RequestHead:
         """From the headers of an ext_proc message, pseudo headers among them."""
         method = path = ""
-        fields = []
-        for name, value in headers:
-            if name[0] != ":":
-                fields.append((name, value))
-            elif name == ":path":
-                path = value.decode("latin-1")
-            elif name == ":method":
-                method = value.decode("latin-1")
-        return cls(method, path, fields)
-
-    def first(self, name: str) -> bytes | None:
-        """The first value of a header."""
-        for key, value in self.fields:
-            if key == name:
-                return value
-        return None
-
-    def steering(self) -> Iterator[str]:
-        """The names of headers that a client must not have: they would steer the gateway or a worker."""
-        for name, _ in self.fields:
-            if name[0] == "x" and (name.startswith(STEERING_PREFIXES) or name in STEERING_HEADERS):
-                yield name
-
-    def forwarded(self) -> list[Header]:
-        """The end-to-end headers that a leg of ours passes on, in HTTP/2 form."""
-        return [
-            (name.encode("latin-1"), value)
-            for name, value in self.fields
-            if name not in _NOT_FORWARDED
-            and not (name[0] == "x" and (name.startswith(STEERING_PREFIXES) or name in STEERING_HEADERS))
-        ]
+        first: dict[str, bytes] = {}
+        forwarded: list[Header] = []
+        steering: list[bytes] = []
+        for header in headers:
+            name, value = header.key, header.raw_value
+            if name[0] == ":":
+                if name == ":path":
+                    path = value.decode("latin-1")
+                elif name == ":method":
+                    method = value.decode("latin-1")
+                continue
+            first.setdefault(name, value)
+            if name in _NOT_FORWARDED:
+                continue
+            if name[0] == "x" and name.startswith(_STEERING_PREFIXES):
+                steering.append(name.encode("latin-1"))
+            else:
+                forwarded.append((name.encode("latin-1"), value))
+        return cls(method, path, first, forwarded, steering)
 
 
 def end_to_end(headers: Iterable[Header]) -> list[Header]:
@@ -98,17 +95,16 @@ def end_to_end(headers: Iterable[Header]) -> list[Header]:
     ]
 
 
-def client_request_id(head: RequestHead, names: Sequence[str]) -> str | None:
+def client_request_id(head: RequestHead, names: Sequence[str]) -> bytes | None:
     """The id that the client gave: the first of ``names`` that is there with 1 to 128 visible ASCII characters."""
+    first = head.first
     for name in names:
-        value = head.first(name)
-        if value is not None:
-            text = value.decode("latin-1")
-            if _PLAIN_ID.fullmatch(text):
-                return text
+        value = first.get(name)
+        if value is not None and _PLAIN_ID.fullmatch(value.decode("latin-1")):
+            return value
     return None
 
 
-def new_request_id(prefix: str) -> str:
+def new_request_id(prefix: str) -> bytes:
     """A new request id: ``prefix`` and 24 hexadecimal digits. Of one length, so that none is another's prefix."""
-    return f"{prefix}{random.getrandbits(96):024x}"
+    return b"%b%024x" % (prefix.encode(), random.getrandbits(96))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final
 
+from extproc.apis.table import Api
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
 from extproc.errors import GatewayError
@@ -25,27 +27,43 @@ def leg_headers(
 ) -> list[Header]:
     """The head of a leg to the first of ``workers`` that accepts a connection (all of one role and API key)."""
     first = workers[0]
-    endpoints = ",".join([worker.endpoint or "" for worker in workers])
     headers: list[Header] = [
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":authority", first.url.authority.encode()),
+        *_leg_prefix(first.url.authority, first.role, destinations(workers)),
         (b":path", path),
-        (CLUSTER.encode(), _CLUSTERS[first.role]),
-        (DESTINATION.encode(), endpoints.encode()),
-        (b"content-type", b"application/json"),
         (b"content-length", b"%d" % size),
         (b"x-request-id", request_id),
     ]
-    if first.api_key is not None:
+    if first.api_key is None:
+        headers += head.forwarded
+    else:
         headers.append((b"authorization", b"Bearer " + first.api_key.encode()))
-    own = first.api_key is not None
-    headers += [
-        field
-        for field in head.forwarded()
-        if field[0] != b"x-request-id" and not (own and field[0] == b"authorization")
-    ]
+        headers += [field for field in head.forwarded if field[0] != b"authorization"]
     return headers
+
+
+def destinations(workers: Sequence[Worker]) -> str:
+    """The endpoints of ``workers`` as Envoy wants them."""
+    return workers[0].endpoint or "" if len(workers) == 1 else ",".join([w.endpoint or "" for w in workers])
+
+
+@lru_cache(4096)
+def _leg_prefix(authority: str, role: Role, endpoints: str) -> tuple[Header, ...]:
+    return (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":authority", authority.encode()),
+        (CLUSTER.encode(), _CLUSTERS[role]),
+        (DESTINATION.encode(), endpoints.encode()),
+        (b"content-type", b"application/json"),
+    )
+
+
+def leg_path(api: Api, client_path: str) -> bytes:
+    """The worker's path for a request to ``client_path``, with its query."""
+    if client_path == api.worker_path:
+        return client_path.encode("latin-1")
+    _, mark, query = client_path.partition("?")
+    return (api.worker_path + mark + query).encode("latin-1")
 
 
 class WholeAnswer:

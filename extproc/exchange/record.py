@@ -2,49 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+from extproc.transport.interface import Header
 
-@dataclass(slots=True)
+
 class Record:
     """One request, filled in on its way. Times are seconds of the exchange's clock; 0 means: did not happen.
 
-    ``code`` is the error code when the gateway itself answered or cut the answer; ``status`` what the client was told,
-    0 when it left before anything was.
+    ``code`` is the error code when the gateway itself answered or cut the answer, ``message`` says why; ``status`` is
+    what the client was told, 0 when it left before anything was.
     """
 
-    request_id: str
-    api: str
-    started: float
-    model: str = ""
-    stream: bool = False
-    samples: int = 1
-    handoff: str = ""
-    prefill: str = ""
-    decode: str = ""
-    status: int = 0
-    code: str = ""
-    message: str = ""
-    sent: float = 0.0
-    prefill_ended: float = 0.0
-    headed: float = 0.0
-    ended: float = 0.0
+    __slots__ = (
+        "api",
+        "code",
+        "decode",
+        "ended",
+        "handoff",
+        "headed",
+        "message",
+        "model",
+        "prefill",
+        "prefill_ended",
+        "request_id",
+        "samples",
+        "sent",
+        "started",
+        "status",
+        "stream",
+    )
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.sent = self.prefill_ended = self.headed = self.ended = 0.0
+        self.request_id = b""
+        self.api = self.model = self.handoff = self.prefill = self.decode = self.code = self.message = ""
+        self.stream = False
+        self.samples = 1
+        self.status = 0
 
 
-def naming_headers(record: Record) -> list[tuple[bytes, bytes]]:
-    """The response headers that name what happened: ``x-pd-prefill``, ``x-pd-decode``, ``x-pd-handoff``, timings.
+def server_timing(record: Record) -> bytes:
+    """The value of ``server-timing``, in milliseconds.
 
-    ``server-timing`` counts milliseconds: ``route`` until the legs left, ``prefill`` until the prefill had answered
-    (when it has), ``decode`` until the decode began to answer.
+    ``route`` until the legs left, ``prefill`` until the prefill had answered (when it has), ``decode`` until the decode
+    began to answer.
     """
-    timing = b"route;dur=%.2f" % ((record.sent - record.started) * 1000)
+    sent = record.sent
+    route = (sent - record.started) * 1000
+    if not record.decode:
+        return b"route;dur=%.2f" % route
+    decode = (record.headed - sent) * 1000
     if record.prefill_ended:
-        timing += b", prefill;dur=%.2f" % ((record.prefill_ended - record.sent) * 1000)
-    if record.decode:
-        timing += b", decode;dur=%.2f" % ((record.headed - record.sent) * 1000)
+        return b"route;dur=%.2f, prefill;dur=%.2f, decode;dur=%.2f" % (
+            route,
+            (record.prefill_ended - sent) * 1000,
+            decode,
+        )
+    return b"route;dur=%.2f, decode;dur=%.2f" % (route, decode)
+
+
+def naming_headers(record: Record) -> list[Header]:
+    """The response headers that name who served: ``x-pd-prefill``, ``x-pd-decode``, ``x-pd-handoff``."""
     named = ((b"x-pd-prefill", record.prefill), (b"x-pd-decode", record.decode), (b"x-pd-handoff", record.handoff))
-    return [*((name, value.encode()) for name, value in named if value), (b"server-timing", timing)]
+    return [(name, value.encode()) for name, value in named if value]
 
 
 class Observer(Protocol):

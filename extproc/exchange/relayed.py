@@ -9,7 +9,7 @@ received body, in any number of pieces, and a client that leaves closes the call
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -17,9 +17,9 @@ from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.gateway import ABORT_SECONDS, LINGER_SECONDS
-from extproc.exchange.headers import RequestHead, end_to_end
-from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, loss_of, send_abort
-from extproc.exchange.record import naming_headers
+from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
+from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, leg_path, loss_of, send_abort
+from extproc.exchange.record import naming_headers, server_timing
 from extproc.handoff import sglang
 from extproc.merge.answer import joined_answer
 from extproc.merge.split import sample_edits
@@ -123,8 +123,8 @@ class RelayedCourse:
         self._headers: Sequence[Header] = ()
         record = session.record
         record.handoff = sglang.NAME
-        record.prefill = str(pair.prefill.url)
-        record.decode = str(pair.decodes[0].url)
+        record.prefill = pair.prefill.name
+        record.decode = pair.decodes[0].name
 
     # -- Course ---------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class RelayedCourse:
         for sample in self._samples:
             self._send(sample, self._rooms[sample.index * prompts : (sample.index + 1) * prompts])
 
-    def response_headers(self, headers: list[tuple[str, bytes]]) -> None:  # noqa: ARG002
+    def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002
         """See Course. Envoy asks about its own local reply: there is nothing to change."""
         self._session.call.send(wire.response_headers_reply(b""))
 
@@ -172,7 +172,7 @@ class RelayedCourse:
             sample.worker.load -= 1
             served_by.load += 1
             sample.worker = served_by
-            self._session.record.decode = str(served_by.url)
+            self._session.record.decode = served_by.name
         if not self._headers:
             self._headers = headers
 
@@ -226,7 +226,7 @@ class RelayedCourse:
             edits=sample_edits(request, sample.index),
             trust_client=gateway.config.trust_client,
         )
-        path, request_id = self._path(), session.record.request_id.encode()
+        path, request_id = leg_path(request.api, self._head.path), session.record.request_id
         self._prefill.load += 1
         sample.prefill = gateway.egress.send(
             leg_headers(self._head, path, [self._prefill], request_id, len(legs.prefill)),
@@ -243,10 +243,6 @@ class RelayedCourse:
         sample.decode = gateway.egress.send(
             leg_headers(self._head, path, self._decodes, request_id, len(legs.decode)), legs.decode, sample
         )
-
-    def _path(self) -> bytes:
-        _, mark, query = self._head.path.partition("?")
-        return (self._request.api.worker_path + mark + query).encode("latin-1")
 
     def _prefill_done(self, sample: _Sample, answer: WholeAnswer) -> None:
         self._prefill_over(sample)
@@ -288,9 +284,9 @@ class RelayedCourse:
         record.headed = session.gateway.clock.now()
         record.status = 200
         headers = [field for field in end_to_end(self._headers) if field[0] not in (b"content-type", b"x-request-id")]
-        headers += [(b"content-type", self._answer.content_type), (b"x-request-id", record.request_id.encode())]
+        headers += [(b"content-type", self._answer.content_type), (b"x-request-id", record.request_id)]
         if session.gateway.config.response_headers:
-            headers += naming_headers(record)
+            headers += [*naming_headers(record), (b"server-timing", server_timing(record))]
         session.call.send(wire.relayed_head(200, headers))
 
     def _send_body(self, chunk: bytes, *, end: bool) -> None:
@@ -321,5 +317,5 @@ class RelayedCourse:
             return
         gateway = self._session.gateway
         rid = sglang.abortable_rid(self._request, sample.rid)
-        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id.encode())
+        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id)
         gateway.clock.after(ABORT_SECONDS, leg.cancel)

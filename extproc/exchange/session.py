@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from hmac import compare_digest
 from typing import Final, Protocol
 
@@ -14,7 +15,7 @@ from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.gateway import Gateway
-from extproc.exchange.headers import RequestHead, client_request_id, new_request_id
+from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
 from extproc.exchange.record import Record
 from extproc.exchange.relayed import RelayedCourse
 from extproc.transport.interface import Call
@@ -29,7 +30,7 @@ class Course(Protocol):
     def start(self) -> None:
         """Send the legs."""
 
-    def response_headers(self, headers: list[tuple[str, bytes]]) -> None:
+    def response_headers(self, headers: Iterable[HeaderValue]) -> None:
         """Envoy has the head of the decode's answer and waits for our word."""
 
     def drained(self) -> None:
@@ -45,14 +46,26 @@ class Course(Protocol):
 class Session:
     """A CallHandler for one HTTP request."""
 
-    __slots__ = ("_answered", "_course", "_head", "_parts", "_size", "call", "gateway", "has_trailers", "record")
+    __slots__ = (
+        "_answered",
+        "_api",
+        "_course",
+        "_head",
+        "_parts",
+        "_size",
+        "call",
+        "gateway",
+        "has_trailers",
+        "record",
+    )
 
     def __init__(self, gateway: Gateway, call: Call) -> None:
         self.gateway = gateway
         self.call = call
-        self.record = Record("", "", gateway.clock.now())
+        self.record = Record(gateway.clock.now())
         self.has_trailers = False
         self._head: RequestHead | None = None
+        self._api: Api | None = None
         self._parts: list[bytes] = []
         self._size = 0
         self._course: Course | None = None
@@ -67,7 +80,7 @@ class Session:
         kind = request.WhichOneof("request")
         if kind == "request_headers":
             headers = request.request_headers
-            self._on_head(RequestHead.of([(h.key, h.raw_value) for h in headers.headers.headers]))
+            self._on_head(RequestHead.of(headers.headers.headers))
             if headers.end_of_stream:
                 self._on_complete()
         elif kind == "request_body":
@@ -76,8 +89,7 @@ class Session:
                 self._on_complete()
         elif kind == "response_headers":
             if self._course is not None:
-                headers = request.response_headers.headers.headers
-                self._course.response_headers([(h.key, h.raw_value) for h in headers])
+                self._course.response_headers(request.response_headers.headers.headers)
         elif kind == "request_trailers":
             self.has_trailers = True
             self._on_complete()
@@ -111,7 +123,7 @@ class Session:
         record.status = record.status or error.status
         record.code = error.fault.code
         record.message = error.message
-        headers = [*error.headers, (b"x-request-id", record.request_id.encode())]
+        headers = [*error.headers, (b"x-request-id", record.request_id)]
         self.call.send(wire.immediate_reply(error.status, headers, error.body))
 
     def finish(self) -> None:
@@ -124,7 +136,7 @@ class Session:
     def _on_head(self, head: RequestHead) -> None:
         self._head = head
         config = self.gateway.config
-        api = APIS.get(head.path.partition("?")[0])
+        api = self._api = APIS.get(head.path) or APIS.get(head.path.partition("?")[0])
         record = self.record
         record.request_id = client_request_id(head, config.request_id_headers) or new_request_id(
             api.id_prefix if api else "req-"
@@ -141,12 +153,12 @@ class Session:
     def _admit(self, head: RequestHead) -> None:
         gateway = self.gateway
         if gateway.authorization is not None:
-            given = head.first("authorization") or b""
+            given = head.first.get("authorization", b"")
             if not compare_digest(given, gateway.authorization):
                 raise GatewayError("unauthorized", "the request does not bear the gateway's API key")
         if gateway.draining:
             raise GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
-        announced = head.first("content-length")
+        announced = head.first.get("content-length")
         if announced is not None and announced.isdigit():
             self._check_size(int(announced))
 
@@ -165,19 +177,19 @@ class Session:
             self._parts.append(chunk)
 
     def _on_complete(self) -> None:
-        if self._answered or self._course is not None or self._head is None:
+        head, api = self._head, self._api
+        if self._answered or self._course is not None or head is None or api is None:
             return
         parts = self._parts
         raw = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
-        api = APIS[self._head.path.partition("?")[0]]
         try:
-            course = self._course = self._set_course(api, self._head, InferenceRequest.read(api, raw))
+            course = self._course = self._set_course(api, head, InferenceRequest.read(api, raw))
             course.start()
         except GatewayError as error:
             self.reject(error)
         except Exception:  # noqa: BLE001 - whatever it is, the client must hear of it and the service must go on
-            _log.exception("request %s failed", self.record.request_id)
+            _log.exception("request %s failed", self.record.request_id.decode("latin-1"))
             self.reject(GatewayError("internal_error", "the gateway failed; its log says why"))
 
     def _set_course(self, api: Api, head: RequestHead, request: InferenceRequest) -> Course:

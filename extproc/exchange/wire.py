@@ -8,17 +8,21 @@ message with upb and compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 _OVERWRITE: Final = b"\x18\x02"  # HeaderValueOption.append_action = OVERWRITE_IF_EXISTS_OR_ADD
 BODY_CHUNK: Final = 1 << 16  # streamed replies leave in pieces of at most this size, well below gRPC's 4 MB default
 
 
+_ONE_BYTE: Final = tuple(bytes((value,)) for value in range(0x80))
+
+
 def varint(value: int) -> bytes:
     """Protobuf's base-128 encoding of a non-negative integer."""
     if value < 0x80:
-        return value.to_bytes(1, "little")
+        return _ONE_BYTE[value]
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -29,7 +33,7 @@ def varint(value: int) -> bytes:
 
 def field(number: int, payload: bytes) -> bytes:
     """A length-delimited field with a number below 16."""
-    return bytes((number << 3 | 2,)) + varint(len(payload)) + payload
+    return b"%c%b%b" % (number << 3 | 2, varint(len(payload)), payload)
 
 
 def set_header(name: bytes, value: bytes) -> bytes:
@@ -47,9 +51,10 @@ def remove_header(name: bytes) -> bytes:
     return field(2, name)
 
 
-def destination_metadata(addresses: Sequence[str]) -> bytes:
-    """The ``dynamic_metadata`` field that names the hosts Envoy may use, in order of preference."""
-    value = field(3, ",".join(addresses).encode())  # Value.string_value
+@lru_cache(4096)  # there are few orders of few workers
+def destination_metadata(addresses: str) -> bytes:
+    """The ``dynamic_metadata`` field that names the hosts Envoy may use: ``ip:port,...`` in order of preference."""
+    value = field(3, addresses.encode())  # Value.string_value
     inner = field(1, field(1, b"x-gateway-destination-endpoint") + field(2, value))  # Struct.fields entry
     outer = field(1, field(1, b"envoy.lb") + field(2, field(5, inner)))  # Value.struct_value
     return field(8, outer)
@@ -57,7 +62,7 @@ def destination_metadata(addresses: Sequence[str]) -> bytes:
 
 def request_headers_reply(mutation: bytes, metadata: bytes = b"") -> bytes:
     """``ProcessingResponse.request_headers``: release the held headers with a header mutation."""
-    return field(1, field(1, field(2, mutation))) + metadata
+    return _mutation(1, mutation) + metadata
 
 
 def request_body_reply(body: bytes, *, end: bool) -> bytes:
@@ -72,7 +77,7 @@ def request_trailers_reply() -> bytes:
 
 def response_headers_reply(mutation: bytes) -> bytes:
     """``ProcessingResponse.response_headers`` with a header mutation."""
-    return field(2, field(1, field(2, mutation)))
+    return _mutation(2, mutation)
 
 
 def response_trailers_reply() -> bytes:
@@ -104,14 +109,22 @@ def relayed_body(chunk: bytes, *, end: bool) -> list[bytes]:
     ]
 
 
+def _mutation(number: int, mutation: bytes) -> bytes:
+    """HeadersResponse{response{header_mutation}} in the message's field ``number``."""
+    size = len(mutation)
+    inner = varint(size)
+    middle = varint(size + len(inner) + 1)
+    outer = varint(size + len(inner) + len(middle) + 2)
+    return b"%c%b\x0a%b\x12%b%b" % (number << 3 | 2, outer, middle, inner, mutation)
+
+
 def _streamed_body(number: int, body: bytes, *, end: bool) -> bytes:
     """BodyResponse{response{body_mutation{streamed_response{body, end_of_stream}}}}, the body copied once."""
     tail = b"\x10\x01" if end else b""
     head = b"\x0a" + varint(len(body)) if body else b""
-    size = len(head) + len(body) + len(tail)
-    for tag in (b"\x1a", b"\x1a", b"\x0a", bytes((number << 3 | 2,))):
-        # from the inside: streamed_response = 3, body_mutation = 3, response = 1, then the message's own field
-        prefix = tag + varint(size)
-        head = prefix + head
-        size += len(prefix)
-    return b"".join((head, body, tail))
+    streamed = len(head) + len(body) + len(tail)
+    mutation = varint(streamed)
+    common = varint(streamed + len(mutation) + 1)
+    response = varint(streamed + len(mutation) + len(common) + 2)
+    whole = varint(streamed + len(mutation) + len(common) + len(response) + 3)
+    return b"%c%b\x0a%b\x1a%b\x1a%b%b%b%b" % (number << 3 | 2, whole, response, common, mutation, head, body, tail)

@@ -6,8 +6,8 @@ When to use: workers started with ``--disaggregation-mode``, whatever their tran
 Fields: host = host of the prefill worker's URL; port = its ``--disaggregation-bootstrap-port``, or null for the
 engine's default; room = 0 … 2^63-1, one per prompt. ``rid`` is ours unless the client gave one.
 Failure: a lone leg waits for the engine's own timeout (300 s by default), so the other one must be ended: by ``POST
-/abort_request {"rid"}`` (5-10 ms; the closed connection alone is noticed after up to 4 s). The items of a batch are named
-``rid_0``, ``rid_1``, ...; aborting one ends the whole answer.
+/abort_request {"rid"}`` (5-10 ms; the closed connection alone is noticed after up to 4 s). The items of a batch are
+named ``rid_0``, ``rid_1``, ...; aborting one ends the whole answer.
 Source: sglang srt/managers/io_struct.py, srt/entrypoints/openai/protocol.py (PDRoutingFields), 0.5.23; a room of 2^63
 or more ends the prefill process there.
 """
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -27,6 +27,7 @@ from extproc.workers.worker import Worker
 NAME: Final = "sglang"
 ABORT_PATH: Final = b"/abort_request"
 _ROOM_BITS: Final = 63
+_NOTHING: Final[frozenset[str]] = frozenset()
 _NO_EDITS: Final[Mapping[str, bytes]] = {}
 
 
@@ -54,8 +55,7 @@ class Rooms:
         self._live.difference_update(rooms)
 
 
-@dataclass(frozen=True, slots=True)
-class Legs:
+class Legs(NamedTuple):
     """The two bodies of one handoff."""
 
     prefill: bytes
@@ -85,7 +85,7 @@ def plan(
     members = _bootstrap_members(prefill, rooms, request.prompts)
     if rid is not None:
         members += b',"%b":"%b"' % (str(request.api.rid_key).encode(), rid.encode())
-    drop: frozenset[str] = CONTROL_FIELDS if not CONTROL_FIELDS.isdisjoint(body.keys()) else frozenset()
+    drop = _NOTHING if CONTROL_FIELDS.isdisjoint(body.keys()) else CONTROL_FIELDS
     if trust_client:
         drop &= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"}
     decode = body.edited(edits, drop, members)
@@ -98,7 +98,7 @@ def plan(
 
 
 def _bootstrap_members(prefill: Worker, rooms: tuple[int, ...], prompts: int | None) -> bytes:
-    host, port = _address(prefill)
+    host, port = _address(prefill.url.bracketed_host, prefill.bootstrap_port)
     if prompts is None:
         return b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d' % (host, port, rooms[0])
     hosts, ports = b",".join([host] * prompts), b",".join([port] * prompts)
@@ -106,9 +106,10 @@ def _bootstrap_members(prefill: Worker, rooms: tuple[int, ...], prompts: int | N
     return b'"bootstrap_host":[%b],"bootstrap_port":[%b],"bootstrap_room":[%b]' % (hosts, ports, listed)
 
 
-def _address(prefill: Worker) -> tuple[bytes, bytes]:
-    port = b"null" if prefill.bootstrap_port is None else b"%d" % prefill.bootstrap_port
-    return orjson.dumps(prefill.url.bracketed_host), port
+@lru_cache(4096)
+def _address(host: str, port: int | None) -> tuple[bytes, bytes]:
+    """Where the prefill's bootstrap server is, as JSON."""
+    return orjson.dumps(host), b"null" if port is None else b"%d" % port
 
 
 def new_rid(prefix: str = "") -> str:

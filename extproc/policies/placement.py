@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
 from extproc.policies.policy import Policy
@@ -25,8 +24,7 @@ class Fleet(Protocol):
         """Whether any registered worker, in whatever state, serves ``model``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Who serves a request: one prefill worker, and decode workers in order of preference."""
 
     prefill: Worker
@@ -51,12 +49,9 @@ class Placer:
         decodes = self._fleet.usable(Role.DECODE, model)
         if not prefills or not decodes:
             raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
-        prefill = self._prefill.rank(prefills, 1)[0]
-        decodes = self._decode.rank(decodes, CANDIDATES)
-        first = decodes[0].api_key
-        if any(worker.api_key != first for worker in decodes):  # one request bears one key: fail over among its holders
-            decodes = [worker for worker in decodes if worker.api_key == first]
-        return Pair(prefill, decodes)
+        return Pair(
+            self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES))
+        )
 
     def prefills(self, model: str | None) -> Sequence[Worker]:
         """Prefill workers in order of preference, for a request that one of them answers alone.
@@ -67,8 +62,7 @@ class Placer:
         prefills = self._fleet.usable(Role.PREFILL, model)
         if not prefills:
             raise self._nobody(model, Role.PREFILL)
-        ranked = self._prefill.rank(prefills, CANDIDATES)
-        return [worker for worker in ranked if worker.api_key == ranked[0].api_key]
+        return _of_one_key(self._prefill.rank(prefills, CANDIDATES))
 
     def _nobody(self, model: str | None, role: Role) -> GatewayError:
         if model is not None and not self._fleet.knows_model(model):
@@ -77,3 +71,12 @@ class Placer:
         return GatewayError(
             "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
         )
+
+
+def _of_one_key(ranked: Sequence[Worker]) -> Sequence[Worker]:
+    """Those that take the first one's API key: a request bears one, and may fail over only where it is known."""
+    key = ranked[0].api_key
+    for worker in ranked:
+        if worker.api_key != key:
+            return [worker for worker in ranked if worker.api_key == key]
+    return ranked

@@ -103,6 +103,10 @@ class Worker:
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()
+    name: str = field(init=False)  # the URL as text, made once
+
+    def __post_init__(self) -> None:
+        self.name = str(self.url)
 
     @property
     def usable(self) -> bool:
