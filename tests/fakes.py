@@ -104,6 +104,9 @@ class FakeEgress:
         self.legs = []
 
     def send(self, headers, body, receiver):
+        pseudo = [name.startswith(b":") for name, _ in headers]
+        assert pseudo == sorted(pseudo, reverse=True), "HTTP/2 wants pseudo headers first"
+        assert len({name for name, _ in headers if name.startswith(b":")}) == sum(pseudo) == 4
         leg = FakeLeg(list(headers), body, receiver)
         self.legs.append(leg)
         return leg

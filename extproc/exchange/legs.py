@@ -28,8 +28,7 @@ def leg_headers(
     """The head of a leg to the first of ``workers`` that accepts a connection (all of one role and API key)."""
     first = workers[0]
     headers: list[Header] = [
-        *_leg_prefix(first.url.authority, first.role, destinations(workers)),
-        (b":path", path),
+        *_leg_prefix(path, first.url.authority, first.role, destinations(workers)),
         (b"content-length", b"%d" % size),
         (b"x-request-id", request_id),
     ]
@@ -47,11 +46,12 @@ def destinations(workers: Sequence[Worker]) -> str:
 
 
 @lru_cache(4096)
-def _leg_prefix(authority: str, role: Role, endpoints: str) -> tuple[Header, ...]:
+def _leg_prefix(path: bytes, authority: str, role: Role, endpoints: str) -> tuple[Header, ...]:
     return (
         (b":method", b"POST"),
         (b":scheme", b"http"),
         (b":authority", authority.encode()),
+        (b":path", path),
         (CLUSTER.encode(), _CLUSTERS[role]),
         (DESTINATION.encode(), endpoints.encode()),
         (b"content-type", b"application/json"),
