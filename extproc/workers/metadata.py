@@ -157,7 +157,7 @@ def _assemble(
         labels=labels,
         runtime=runtime,
         disaggregation_mode=mode if isinstance(mode, str) and mode else None,
-        bootstrap_port=port if isinstance(port, int) and 0 < port < 65536 else None,
+        bootstrap_port=port if type(port) is int and 0 < port < 65536 else None,
     )
 
 

@@ -1,0 +1,176 @@
+"""What the tests of workers and control API stand on: an Envoy that acknowledges on demand, and small engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.metadata import Metadata
+from extproc.workers.registry import Registry
+from extproc.workers.spec import WorkerSpec
+from extproc.workers.worker import Role, Status, Worker, WorkerUrl
+
+LONG = 5.0  # seconds; how long a test waits for what should be there in milliseconds
+
+
+@dataclass
+class FakeEnvoy:
+    """Stands for ``AdsServer.publish``: remembers snapshots; acknowledges at once, when released, or never."""
+
+    published: list[Snapshot] = field(default_factory=list)
+    acknowledged: Snapshot = field(default_factory=Snapshot)
+    refusal: Exception | None = None
+    publishing: int = 0
+    overlapped: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def hold(self) -> None:
+        """Acknowledge nothing until :meth:`release`."""
+        self.gate.clear()
+        self.started.clear()
+
+    def release(self) -> None:
+        """Acknowledge what is held, and everything later."""
+        self.gate.set()
+
+    async def publish(self, snapshot: Snapshot) -> None:
+        """See extproc.workers.publication.Publish."""
+        self.publishing += 1
+        self.overlapped |= self.publishing > 1
+        self.published.append(snapshot)
+        self.started.set()
+        try:
+            await self.gate.wait()
+        finally:
+            self.publishing -= 1
+        if self.refusal is not None:
+            raise self.refusal
+        self.acknowledged = snapshot
+
+    def addresses(self, role: Role) -> list[str]:
+        """What Envoy knows of a role now."""
+        known = self.acknowledged.prefill if role is Role.PREFILL else self.acknowledged.decode
+        return [endpoint.address for endpoint in known]
+
+
+def spec(role: Role, url: str, **more: Any) -> WorkerSpec:
+    """A registration."""
+    return WorkerSpec(WorkerUrl.parse(url), role, **more)
+
+
+def endpoint(ip: str, port: int = 8000, hostname: str = "w") -> Endpoint:
+    """An endpoint of worker ``http://w:8000``."""
+    return Endpoint(ip=ip, port=port, hostname=hostname)
+
+
+def add_ready(registry: Registry, role: Role, url: str, *models: str, ip: str | None = None) -> Worker:
+    """A worker that is healthy and placed; Envoy has not acknowledged it yet."""
+    worker = registry.add(spec(role, url))
+    if models:
+        registry.describe(worker, Metadata(model_ids=models))
+    registry.place(worker, ip or worker.url.host)
+    registry.set_status(worker, Status.READY)
+    return worker
+
+
+async def until(registry: Registry, condition: Callable[[], bool], within: float = LONG) -> None:
+    """Wait for a change of the registry that makes ``condition`` true."""
+    changed = asyncio.Event()
+    unsubscribe = registry.subscribe(lambda _worker, _change: changed.set())
+    try:
+        async with asyncio.timeout(within):
+            while not condition():
+                await changed.wait()
+                changed.clear()
+    finally:
+        unsubscribe()
+
+
+@dataclass
+class Engine:
+    """A server with the control paths of an SGLang worker; what it answers can be changed at any time."""
+
+    mode: str | None = "prefill"
+    models: list[str] = field(default_factory=lambda: ["tiny"])
+    owner: str = "sglang"
+    bootstrap_port: int | None = 8998
+    health: int = 200
+    model_listing: int = 200
+    server_info_path: str = "/server_info"
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    hang: bool = False
+    host: str = "0.0.0.0"
+    port: int = 0
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """The engine's base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def count(self, path: str) -> int:
+        """How often ``path`` was asked for."""
+        return sum(seen == path for seen, _ in self.requests)
+
+    async def start(self) -> None:
+        """Serve; at the same port as before after a :meth:`stop`."""
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.host, self.port).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.requests.append((request.path, headers))
+        self.asked.set()
+        if self.hang:
+            await asyncio.Event().wait()
+        if request.path == "/health":
+            return web.Response(status=self.health)
+        if request.path == "/v1/models":
+            entries = [{"id": model, "owned_by": self.owner, "max_model_len": 2048} for model in self.models]
+            return web.json_response({"object": "list", "data": entries}, status=self.model_listing)
+        if request.path == self.server_info_path:
+            return web.json_response(self._server_info())
+        if request.path == "/model_info":
+            return web.json_response({"is_generation": True, "model_type": "llama", "architectures": ["Llama"]})
+        return web.Response(status=404)
+
+    def _server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"version": "0.5.23", "tp_size": 1, **self.extra_info}
+        if self.mode is not None:
+            info["disaggregation_mode"] = self.mode
+        if self.bootstrap_port is not None:
+            info["disaggregation_bootstrap_port"] = self.bootstrap_port
+        return info
+
+
+@asynccontextmanager
+async def engine(**settings: Any) -> AsyncIterator[Engine]:
+    """A running :class:`Engine`."""
+    server = Engine(**settings)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()

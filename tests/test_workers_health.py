@@ -1,0 +1,384 @@
+"""The monitor against small engines on real sockets: joining, leaving, coming back, moving, being somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from fleet import LONG, Engine, FakeEnvoy, engine, spec, until
+
+from extproc.workers.client import WorkerClient
+from extproc.workers.health import Monitor
+from extproc.workers.health_state import HealthSettings, Pace
+from extproc.workers.registry import Change, Registry
+from extproc.workers.resolver import Resolver
+from extproc.workers.spec import HealthOverrides
+from extproc.workers.worker import Role, Status, Worker
+
+P, D = Role.PREFILL, Role.DECODE
+FAST = HealthSettings(timeout=LONG, interval=0.02)
+SLOW = HealthSettings(timeout=LONG, interval=60)  # what happens within a test was not waited for
+PACE = Pace(seek=0.01, confirm=0.005, report=0.02, resolve=0.02)
+
+
+class Fleet:
+    """A registry, its monitor and a name server."""
+
+    def __init__(self, settings: HealthSettings, pace: Pace = PACE) -> None:
+        self.names: dict[str, Sequence[str]] = {}
+        self.looked_up = 0
+        self.envoy = FakeEnvoy()
+        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
+        self.client = WorkerClient()
+        self.monitor = Monitor(
+            self.registry, self.client, settings=settings, resolver=Resolver(self._lookup), pace=pace
+        )
+
+    async def _lookup(self, host: str, _port: int) -> Sequence[str]:
+        self.looked_up += 1
+        if host not in self.names:
+            raise OSError(-2, "Name or service not known")
+        return self.names[host]
+
+    async def becomes(self, worker: Worker, status: Status) -> None:
+        await until(self.registry, lambda: worker.status is status)
+
+    async def is_said(self, worker: Worker, text: str) -> None:
+        """Wait until the worker's trouble contains ``text``; reasons alone are not told to subscribers."""
+        async with asyncio.timeout(LONG):
+            while text not in self.registry.trouble(worker):
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def fleet(settings: HealthSettings = SLOW, pace: Pace = PACE) -> AsyncIterator[Fleet]:
+    """A running :class:`Fleet`; afterwards nothing of it may be left."""
+    made = Fleet(settings, pace)
+    made.monitor.start()
+    try:
+        yield made
+    finally:
+        await made.monitor.stop()
+        await made.registry.close()
+        await made.client.close()
+    ours = ("watch-", "drain-", "retire-", "publish-")
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith(ours)] == []
+
+
+class TestJoining:
+    async def test_the_first_good_probe_makes_a_worker_usable(self) -> None:
+        async with engine() as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, api_key="s3cret"))
+            await until(f.registry, lambda: worker.usable)
+            assert [path for path, _ in server.requests] == ["/health", "/v1/models", "/server_info", "/model_info"]
+            assert all(headers["authorization"] == "Bearer s3cret" for _, headers in server.requests)
+            assert all(headers["host"] == f"127.0.0.1:{server.port}" for _, headers in server.requests)
+            assert (worker.model_ids, worker.bootstrap_port) == (("tiny",), 8998)
+            assert f.registry.trouble(worker) == ""
+
+    async def test_workers_registered_before_the_start_are_watched(self) -> None:
+        async with engine() as server:
+            f = Fleet(SLOW)
+            worker = f.registry.add(spec(P, server.url))
+            f.monitor.start()
+            await until(f.registry, lambda: worker.usable)
+            await f.monitor.stop()
+            await f.registry.close()
+            await f.client.close()
+
+    async def test_one_that_is_down_at_start_joins_when_it_comes(self) -> None:
+        server = Engine()
+        await server.start()
+        await server.stop()
+        async with fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.is_said(worker, "Connect call failed")
+            assert worker.status is Status.PENDING
+            assert f.registry.usable(P, None) == ()
+            await server.start()
+            await until(f.registry, lambda: worker.usable)
+        await server.stop()
+
+    async def test_one_that_failed_for_long_still_joins(self) -> None:
+        async with engine(health=503) as server, fleet(HealthSettings(failure_threshold=1, interval=0.01)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.becomes(worker, Status.FAILED)
+            assert f.registry.trouble(worker) == "GET /health: HTTP 503"
+            server.health = 204
+            await f.becomes(worker, Status.READY)
+
+    async def test_the_endpoint_is_the_operators(self) -> None:
+        async with engine(server_info_path="/ping") as server, fleet(HealthSettings(endpoint="/ping")) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.becomes(worker, Status.READY)
+            assert server.count("/health") == 0
+
+    async def test_a_redirect_is_not_health(self) -> None:
+        async with engine(health=302) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.is_said(worker, "GET /health: HTTP 302")
+
+    async def test_silence_is_a_failure(self) -> None:
+        async with engine(hang=True) as server, fleet(HealthSettings(timeout=0.02)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.is_said(worker, "GET /health: no answer within 0.02 s")
+
+    async def test_without_health_checks_a_worker_counts_as_healthy(self) -> None:
+        async with engine() as server, fleet(HealthSettings(enabled=False)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            assert server.count("/health") == 0
+            assert worker.model_ids == ("tiny",)
+
+    async def test_without_health_checks_even_one_that_is_down(self) -> None:
+        server = Engine()
+        await server.start()
+        await server.stop()
+        async with fleet(HealthSettings(enabled=False)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            assert "cannot learn what it serves" in f.registry.trouble(worker)
+            await server.start()
+            await until(f.registry, lambda: worker.model_ids == ("tiny",))
+        await server.stop()
+
+    async def test_a_workers_own_settings_count(self) -> None:
+        async with engine(health=503) as server, fleet() as f:
+            own = HealthOverrides(disable_health_check=True)
+            worker = f.registry.add(spec(P, server.url, health=own))
+            await until(f.registry, lambda: worker.usable)
+
+
+class TestLeaving:
+    async def test_failures_in_a_row_take_it_out_and_successes_bring_it_back(self) -> None:
+        async with engine() as server, fleet(FAST) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            server.health = 500
+            await f.becomes(worker, Status.NOT_READY)
+            assert f.registry.usable(P, None) == ()
+            server.health = 200
+            seen = server.count("/health")
+            await f.becomes(worker, Status.READY)
+            assert server.count("/health") >= seen + 2
+
+    async def test_a_reported_worker_is_out_at_once_not_at_the_interval(self) -> None:
+        async with engine() as server, fleet(SLOW) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            await server.stop()
+            started = time.monotonic()
+            f.monitor.report_unreachable(worker)
+            await f.becomes(worker, Status.NOT_READY)
+            assert time.monotonic() - started < 1
+            await server.start()
+            await f.becomes(worker, Status.READY)
+
+    async def test_reports_of_a_healthy_worker_cost_few_probes(self) -> None:
+        async with engine() as server, fleet(SLOW, Pace(report=0.1)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            until_then = time.monotonic() + 0.25
+            while time.monotonic() < until_then:
+                f.monitor.report_unreachable(worker)
+                await asyncio.sleep(0.001)
+            assert 1 <= server.count("/health") - 1 <= 3
+            assert worker.usable
+
+    async def test_a_report_during_a_probe_is_not_lost(self) -> None:
+        async with engine() as server, fleet(SLOW) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            server.asked.clear()
+            f.monitor.report_unreachable(worker)
+            await server.asked.wait()  # the probe is under way
+            f.monitor.report_unreachable(worker)
+            async with asyncio.timeout(LONG):
+                while server.count("/health") < 3:
+                    await asyncio.sleep(0.002)
+
+    async def test_reports_of_strangers_are_ignored(self) -> None:
+        async with fleet() as f:
+            worker = f.registry.add(spec(P, "http://nowhere:1"))
+            f.registry.remove(worker)
+            await until(f.registry, lambda: not len(f.registry))
+            f.monitor.report_unreachable(worker)
+
+    async def test_removal_ends_the_probe_under_way(self) -> None:
+        async with engine(hang=True) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await server.asked.wait()
+            f.registry.remove(worker)
+            await until(f.registry, lambda: not len(f.registry))
+
+
+class TestIdentity:
+    async def test_the_wrong_role_is_kept_out_and_joins_when_corrected(self) -> None:
+        async with engine(mode="decode") as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.becomes(worker, Status.FAILED)
+            assert (
+                f.registry.trouble(worker) == "registered as prefill, but the server's disaggregation_mode is decode"
+            )
+            assert f.registry.usable(P, None) == ()
+            server.mode = "prefill"
+            await f.becomes(worker, Status.READY)
+
+    async def test_a_server_that_is_not_disaggregated_is_kept_out(self) -> None:
+        async with engine(mode="null") as server, fleet() as f:
+            worker = f.registry.add(spec(D, server.url))
+            await f.becomes(worker, Status.FAILED)
+            assert "not disaggregated" in f.registry.trouble(worker)
+
+    async def test_one_that_does_not_say_serves_anything_and_is_asked_again(self) -> None:
+        async with engine(model_listing=500) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            assert f.registry.trouble(worker) == "cannot learn what it serves: GET /v1/models: HTTP 500"
+            assert f.registry.usable(P, "anything") == (worker,)
+            server.model_listing = 200
+            await until(f.registry, lambda: worker.model_ids == ("tiny",))
+            assert f.registry.usable(P, "anything") == ()
+
+    async def test_is_read_again_after_an_outage_before_requests_come(self) -> None:
+        async with engine() as server, fleet(FAST) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            server.health = 500
+            await f.becomes(worker, Status.NOT_READY)
+            server.models = ["other"]
+            order: list[tuple[Change, tuple[str, ...]]] = []
+            f.registry.subscribe(lambda _worker, change: order.append((change, worker.model_ids)))
+            server.health = 200
+            await f.becomes(worker, Status.READY)
+            assert order == [(Change.IDENTITY, ("other",)), (Change.STATUS, ("other",))]
+
+    async def test_is_read_once_while_all_is_well(self) -> None:
+        async with engine() as server, fleet(HealthSettings(interval=0.005)) as f:
+            f.registry.add(spec(P, server.url))
+            async with asyncio.timeout(LONG):
+                while server.count("/health") < 5:
+                    await asyncio.sleep(0.002)
+            assert server.count("/server_info") == 1
+
+    async def test_a_contradicting_bootstrap_port_is_said_but_obeyed(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with engine() as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, bootstrap_port=9000))
+            await until(f.registry, lambda: worker.usable)
+            trouble = "registered with bootstrap port 9000, but the server says 8998"
+            assert f.registry.trouble(worker) == trouble
+            assert trouble in caplog.text
+            assert worker.bootstrap_port == 9000
+
+
+class TestAddresses:
+    async def test_a_name_is_resolved_and_the_worker_asked_there(self) -> None:
+        async with engine() as server, fleet() as f:
+            f.names["engine"] = ["127.0.0.1"]
+            worker = f.registry.add(spec(P, f"http://engine:{server.port}"))
+            await until(f.registry, lambda: worker.usable)
+            assert worker.endpoint == f"127.0.0.1:{server.port}"
+            assert server.requests[0][1]["host"] == f"engine:{server.port}"
+            assert f.envoy.published[-1].prefill[0].hostname == "engine"
+
+    async def test_a_name_that_does_not_exist_yet(self) -> None:
+        async with engine() as server, fleet() as f:
+            worker = f.registry.add(spec(P, f"http://engine:{server.port}"))
+            await f.is_said(worker, "cannot resolve engine: Name or service not known")
+            assert worker.status is Status.PENDING
+            f.names["engine"] = ["127.0.0.1"]
+            await until(f.registry, lambda: worker.usable)
+
+    async def test_a_changed_address_replaces_the_endpoint(self) -> None:
+        async with engine() as server, fleet() as f:
+            f.names["engine"] = ["127.0.0.1"]
+            worker = f.registry.add(spec(P, f"http://engine:{server.port}"))
+            await until(f.registry, lambda: worker.usable)
+            f.names["engine"] = ["127.0.0.2"]
+            await until(f.registry, lambda: worker.endpoint == f"127.0.0.2:{server.port}")
+
+    async def test_a_name_that_vanishes_keeps_its_address_and_says_so(self) -> None:
+        async with engine() as server, fleet(FAST) as f:
+            f.names["engine"] = ["127.0.0.1"]
+            worker = f.registry.add(spec(P, f"http://engine:{server.port}"))
+            await until(f.registry, lambda: worker.usable)
+            del f.names["engine"]
+            await f.is_said(worker, "cannot resolve engine: Name or service not known; keeping 127.0.0.1")
+            assert worker.usable
+            f.names["engine"] = ["127.0.0.1"]
+            async with asyncio.timeout(LONG):
+                while f.registry.trouble(worker):
+                    await asyncio.sleep(0.002)
+
+    async def test_one_of_several_that_refuses_connections_is_passed_over(self) -> None:
+        async with engine(host="127.0.0.2") as server, fleet() as f:
+            f.names["engine"] = ["127.0.0.2", "127.0.0.1"]  # the lower one is tried first
+            worker = f.registry.add(spec(P, f"http://engine:{server.port}"))
+            await until(f.registry, lambda: worker.usable and worker.endpoint == f"127.0.0.2:{server.port}")
+
+    async def test_a_literal_is_never_looked_up(self) -> None:
+        async with engine() as server, fleet(FAST) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            assert f.looked_up == 0
+
+    async def test_two_names_of_one_server_are_one_worker(self) -> None:
+        async with engine() as server, fleet() as f:
+            f.names |= {"a": ["127.0.0.1"], "b": ["127.0.0.1"]}
+            first = f.registry.add(spec(P, f"http://a:{server.port}"))
+            await until(f.registry, lambda: first.usable)
+            second = f.registry.add(spec(P, f"http://b:{server.port}"))
+            await f.becomes(second, Status.FAILED)
+            assert f"127.0.0.1:{server.port} is already the prefill worker http://a" in f.registry.trouble(second)
+            assert f.registry.usable(P, None) == (first,)
+            f.registry.remove(first)
+            await until(f.registry, lambda: second.usable)
+
+    async def test_ipv6(self) -> None:
+        server = Engine(host="::1")
+        try:
+            await server.start()
+        except OSError:
+            pytest.skip("no IPv6 here")
+        async with fleet() as f:
+            worker = f.registry.add(spec(P, f"http://[::1]:{server.port}"))
+            await until(f.registry, lambda: worker.usable)
+            assert worker.endpoint == f"[::1]:{server.port}"
+            assert server.requests[0][1]["host"] == f"[::1]:{server.port}"
+        await server.stop()
+
+
+async def test_probes_under_way_are_bounded() -> None:
+    async with engine(hang=True) as server, fleet(SLOW, Pace(concurrency=3)) as f:
+        f.names |= {f"w{number}": [f"127.0.0.{number + 1}"] for number in range(10)}
+        server_everywhere = [f.registry.add(spec(P, f"http://w{number}:{server.port}")) for number in range(10)]
+        async with asyncio.timeout(LONG):
+            while len(server.requests) < 3:
+                await asyncio.sleep(0.002)
+        await asyncio.sleep(0.02)
+        assert len(server.requests) == 3
+        assert all(worker.status is Status.PENDING for worker in server_everywhere)
+
+
+async def test_a_defect_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine() as server, fleet() as f:
+        ask = f.client.get
+        broken = [True]
+
+        async def get(*arguments: object, **named: object) -> object:
+            if broken[0]:
+                raise RuntimeError("a defect")
+            return await ask(*arguments, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(f.client, "get", get)
+        worker = f.registry.add(spec(P, server.url))
+        async with asyncio.timeout(LONG):
+            while "a defect" not in caplog.text:
+                await asyncio.sleep(0.002)
+        broken[0] = False
+        await f.becomes(worker, Status.READY)

@@ -1,0 +1,188 @@
+"""What a worker says of itself, and whether that fits its registration."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+import pytest
+
+from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_role, read_metadata
+from extproc.workers.worker import Role
+
+MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "sglang", "max_model_len": 2048}]}
+# As the peer's reference capture 00 has them.
+SERVER_INFO = {
+    "model_path": "MODEL_DIR",
+    "tokenizer_path": "MODEL_DIR",
+    "served_model_name": "tiny",
+    "tp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "disaggregation_mode": "prefill",
+    "disaggregation_bootstrap_port": 8998,
+    "max_total_tokens": 8192,
+    "max_running_requests": 16,
+    "version": "0.5.23",
+    "load_balance_method": "auto",
+    "is_embedding": False,
+    "api_key": "s3cret",
+    "internal_states": [{"load": 0}],
+}
+MODEL_INFO = {
+    "model_path": "MODEL_DIR",
+    "tokenizer_path": "MODEL_DIR",
+    "is_generation": True,
+    "preferred_sampling_params": None,
+    "weight_version": "default",
+    "has_image_understanding": False,
+    "has_audio_understanding": False,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+}
+
+
+class Site:
+    """A worker's answers by path; what is not there is 404."""
+
+    def __init__(self, pages: dict[str, Any]) -> None:
+        self.pages = pages
+        self.asked: list[str] = []
+
+    async def __call__(self, path: str) -> Answer:
+        self.asked.append(path)
+        page = self.pages.get(path, Answer(404, "", b""))
+        if isinstance(page, Exception):
+            raise page
+        return page if isinstance(page, Answer) else Answer(200, "application/json", orjson.dumps(page))
+
+
+def sglang(**changes: Any) -> Site:
+    return Site({"/v1/models": MODELS, "/server_info": SERVER_INFO | changes, "/model_info": MODEL_INFO})
+
+
+async def test_an_sglang_worker_is_described_as_the_peer_does() -> None:
+    found = await read_metadata(sglang())
+    assert found.labels == {
+        "served_model_name": "tiny",
+        "version": "0.5.23",
+        "max_running_requests": "16",
+        "dp_size": "1",
+        "model_type": "llama",
+        "has_image_understanding": "false",
+        "tp_size": "1",
+        "is_embedding": "false",
+        "has_audio_understanding": "false",
+        "max_total_tokens": "8192",
+        "pp_size": "1",
+        "load_balance_method": "auto",
+        "max_model_len": "2048",
+        "architectures": '["LlamaForCausalLM"]',
+        "model_path": "MODEL_DIR",
+        "is_generation": "true",
+        "disaggregation_mode": "prefill",
+        "tokenizer_path": "MODEL_DIR",
+    }
+    assert found.cards == (
+        {
+            "id": "tiny",
+            "model_type": ["chat", "completions", "responses", "tools"],
+            "hf_model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "context_length": 2048,
+            "tokenizer_path": "MODEL_DIR",
+        },
+    )
+    assert (found.model_ids, found.runtime) == (("tiny",), "sglang")
+    assert (found.disaggregation_mode, found.bootstrap_port) == ("prefill", 8998)
+
+
+async def test_older_versions_have_other_paths() -> None:
+    site = Site({"/v1/models": MODELS, "/get_server_info": SERVER_INFO, "/get_model_info": MODEL_INFO})
+    assert await read_metadata(site) == await read_metadata(sglang())
+    assert site.asked == ["/v1/models", "/server_info", "/get_server_info", "/model_info", "/get_model_info"]
+
+
+async def test_newer_versions_say_the_mode_in_model_info_too() -> None:
+    site = Site({"/v1/models": MODELS, "/model_info": MODEL_INFO | {"disaggregation_mode": "decode"}})
+    assert (await read_metadata(site)).disaggregation_mode == "decode"
+
+
+async def test_several_models_keep_their_order() -> None:
+    site = Site({"/v1/models": {"data": [{"id": "base"}, {"id": "lora", "parent": "base"}, {"id": "base"}]}})
+    assert (await read_metadata(site)).model_ids == ("base", "lora")
+
+
+async def test_the_served_name_stands_in_for_a_missing_listing() -> None:
+    site = Site({"/server_info": SERVER_INFO})
+    assert (await read_metadata(site)).model_ids == ("tiny",)
+
+
+async def test_a_worker_that_says_nothing_is_unknown() -> None:
+    assert await read_metadata(Site({})) == Metadata()
+
+
+async def test_another_runtime_is_not_asked_sglangs_questions() -> None:
+    site = Site({"/v1/models": {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 7}]}})
+    found = await read_metadata(site)
+    assert (found.runtime, found.model_ids, found.labels) == ("vllm", ("m",), {"max_model_len": "7"})
+    assert site.asked == ["/v1/models"]
+    assert (await read_metadata(site, "sglang")).runtime == "sglang"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/model_info"])
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (Answer(500, "", b"oops"), "HTTP 500"),
+        (Answer(401, "", b""), "HTTP 401"),
+        (Answer(200, "text/html", b"<html>"), "not JSON"),
+        (Answer(200, "application/json", b"[1]"), "not a JSON object"),
+        (NoAnswerError("GET it: connection refused"), "connection refused"),
+    ],
+)
+async def test_an_answer_that_fails_is_an_error_not_a_guess(path: str, page: object, message: str) -> None:
+    site = sglang()
+    site.pages[path] = page
+    with pytest.raises(MetadataError, match=re.escape(message)):
+        await read_metadata(site)
+
+
+@pytest.mark.parametrize("junk", [None, 7, "x", [], [7], [{}], [{"id": 7}], [{"id": ""}], {"id": "m"}])
+async def test_a_senseless_listing_lists_nothing(junk: object) -> None:
+    assert (await read_metadata(Site({"/v1/models": {"data": junk}}))).model_ids == ()
+
+
+@pytest.mark.parametrize("port", [None, 0, 65536, "8998", 1.5, True])
+async def test_a_senseless_bootstrap_port_is_none(port: object) -> None:
+    assert (await read_metadata(sglang(disaggregation_bootstrap_port=port))).bootstrap_port is None
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "problem"),
+    [
+        (Role.PREFILL, "prefill", None),
+        (Role.DECODE, "decode", None),
+        (Role.PREFILL, None, None),
+        (Role.REGULAR, "null", None),
+        (Role.PREFILL, "decode", "registered as prefill, but the server's disaggregation_mode is decode"),
+        (Role.DECODE, "prefill", "registered as decode, but the server's disaggregation_mode is prefill"),
+        (Role.REGULAR, "decode", "registered as regular, but the server's disaggregation_mode is decode"),
+        (Role.PREFILL, "null", "registered as prefill, but the server is not disaggregated"),
+        (Role.DECODE, "null", "registered as decode, but the server is not disaggregated"),
+    ],
+)
+def test_the_role_must_be_the_servers(role: Role, mode: str | None, problem: str | None) -> None:
+    found = Metadata(runtime="sglang", disaggregation_mode=mode)
+    if problem is None:
+        check_role(role, found)
+    else:
+        with pytest.raises(MismatchError, match=problem):
+            check_role(role, found)
+
+
+def test_a_runtime_without_a_handoff_is_kept_out() -> None:
+    with pytest.raises(MismatchError, match="runtime vllm is not supported yet"):
+        check_role(Role.PREFILL, Metadata(runtime="vllm"))
