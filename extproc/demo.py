@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class _Seen:
     """What a client saw of one request. Times are ``time.time()`` seconds."""
 
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)  # aiohttp's: names in any case
     sent: float = 0.0
     head: float = 0.0
     first: float = 0.0
@@ -166,7 +167,7 @@ async def _request(client: aiohttp.ClientSession, url: str, body: dict[str, Any]
     seen = _Seen(sent=time.time())
     async with client.post(url, json=body) as answer:
         seen.head = time.time()
-        seen.status, seen.headers = answer.status, dict(answer.headers)
+        seen.status, seen.headers = answer.status, answer.headers
         async for chunk in answer.content.iter_any():
             seen.first = seen.first or time.time()
             seen.last = time.time()
@@ -205,17 +206,12 @@ class _Page:
     def fleet(self, url: str, workers: list[SglangMock]) -> None:
         prefills = [f"prefill  {w.url}  bootstrap port {w.bootstrap_port}" for w in workers[:2]]
         decodes = [f"decode   {w.url}" for w in workers[2:]]
-        print(
-            f"""
-{self._bold}Envoy, the ext_proc service and four mock SGLang workers are running.{self._plain}
-
-  client ───► Envoy {url} ───► {decodes[0]}
-                │ ▲                            {decodes[1]}
-        ext_proc│ │
-                ▼ │
-             pd-extproc ───► Envoy's egress ──► {prefills[0]}
-                                               {prefills[1]}"""
-        )
+        direct = f"  client ───► Envoy {url} ───► "
+        egress = "             pd-extproc ───► Envoy's egress ───► "
+        print(f"\n{self._bold}Envoy, the ext_proc service and four mock SGLang workers are running.{self._plain}\n")
+        print(f"{direct}{decodes[0]}\n{'│ ▲':>18}{decodes[1]:>{len(direct) - 18 + len(decodes[1])}}")
+        print(f"{'ext_proc │ │':>18}\n{'▼ │':>18}")
+        print(f"{egress}{prefills[0]}\n{' ' * len(egress)}{prefills[1]}")
 
     def request(
         self, title: str, url: str, body: dict[str, Any], seen: _Seen, prefill: Record | None, decode: Record | None
@@ -249,10 +245,10 @@ class _Page:
             (seen.first, "client has the first byte"),
             (seen.last, f"client has the last byte ({events}{len(seen.body)} bytes)"),
         ]
-        print(f"  {self._bold}steps{self._plain}          0.0 ms  request sent")
+        print(f"  {self._bold}steps{self._plain}\n         0.0 ms  request sent")
         for when, what in sorted((when, what) for when, what in steps if when):
-            print(f"           {(when - seen.sent) * 1000:>8.1f} ms  {what}")
-        print(f"  {self._dim}server-timing: {seen.headers.get('server-timing')}{self._plain}")
+            print(f"    {(when - seen.sent) * 1000:>8.1f} ms  {what}")
+        print(f"{self._dim}    server-timing: {seen.headers.get('server-timing')}{self._plain}")
 
     def invitation(self, url: str, metrics_port: int) -> None:
         print(
