@@ -47,6 +47,6 @@ class EnvoyAdmin:
 
     async def begin_draining(self) -> None:
         """Accept no new connections; announce the end on those that are open with their next answer."""
-        for path in ("/healthcheck/fail", "/drain_listeners"):
+        for path in ("/healthcheck/fail", "/drain_listeners?inboundonly"):
             async with self._session.post(self._base + path) as response:
                 response.raise_for_status()

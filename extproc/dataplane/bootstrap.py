@@ -24,11 +24,13 @@ from envoy_data_plane.envoy.config.core.v3 import (
     Node,
     RetryPolicy,
 )
+from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import DownstreamConnectionsConfig
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.dataplane.clusters import clusters
 from extproc.dataplane.listeners import client_listener, egress_listener
-from extproc.dataplane.messages import seconds, socket_address
+from extproc.dataplane.messages import any_of, seconds, socket_address
 from extproc.dataplane.names import ADS_CLUSTER
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def bootstrap(config: DataplaneConfig) -> Bootstrap:
         node=Node(id="pd-extproc", cluster="pd-extproc"),
         admin=Admin(address=socket_address("127.0.0.1", config.admin_port)),
         layered_runtime=_runtime(),
+        overload_manager=_overload_manager(),
         dynamic_resources=BootstrapDynamicResources(ads_config=_ads()),
         static_resources=BootstrapStaticResources(
             listeners=[client_listener(config), egress_listener(config)],
@@ -70,6 +73,18 @@ def _ads() -> ApiConfigSource:
                 )
             )
         ],
+    )
+
+
+def _overload_manager() -> OverloadManager:
+    """No limit to the number of clients, said in so many words: without them Envoy warns at every start."""
+    connections = DownstreamConnectionsConfig(max_active_downstream_connections=2**31)
+    return OverloadManager(
+        resource_monitors=[
+            ResourceMonitor(
+                name="envoy.resource_monitors.global_downstream_max_connections", typed_config=any_of(connections)
+            )
+        ]
     )
 
 

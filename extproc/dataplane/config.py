@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 DEBIAN_CA_FILE = "/etc/ssl/certs/ca-certificates.crt"
 
-# Envoy's own timers must never fire before ours: they would take the answer out of our hands.
-_BEHIND_OURS = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class DataplaneConfig:
@@ -25,6 +22,7 @@ class DataplaneConfig:
     client_port: int = 30000  # 0: any free port, see EnvoyProcess.client_address
     admin_port: int = 9901  # on 127.0.0.1 only; 0: any free port
     request_timeout: float = 1800.0
+    timeout_margin: float = 5.0  # how much later than our own deadlines Envoy's timers fire; they are the safety net
     max_payload_bytes: int = 512 * 1024 * 1024
     concurrency: int | None = None  # Envoy's worker threads; None: one per core
     connect_timeout: float = 2.0
@@ -37,8 +35,8 @@ class DataplaneConfig:
 
     @property
     def idle_timeout(self) -> float:
-        """Silence after which Envoy gives up a stream by itself: the safety net behind our own deadlines."""
-        return self.request_timeout + _BEHIND_OURS
+        """Silence after which Envoy gives up a stream by itself."""
+        return self.request_timeout + self.timeout_margin
 
 
 # Envoy and the service in containers of their own that share a volume for the egress socket; envoy/standalone.yaml.

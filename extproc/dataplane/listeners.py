@@ -12,9 +12,10 @@ from envoy_data_plane.envoy.config.core.v3 import (
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     HttpProtocolOptions,
+    TrafficDirection,
     TypedExtensionConfig,
 )
-from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener, ListenerDrainType
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     MetadataOptions,
@@ -89,7 +90,9 @@ def client_listener(config: DataplaneConfig) -> Listener:
         access_log=client_access_log() if config.access_log else [],
     )
     _leave_alone(manager)
-    return _listener(CLIENT_LISTENER, socket_address(config.client_host, config.client_port), manager)
+    listener = _listener(CLIENT_LISTENER, socket_address(config.client_host, config.client_port), manager)
+    listener.traffic_direction = TrafficDirection.INBOUND  # what EnvoyAdmin.begin_draining closes
+    return listener
 
 
 def egress_listener(config: DataplaneConfig) -> Listener:
@@ -107,7 +110,11 @@ def egress_listener(config: DataplaneConfig) -> Listener:
         local_reply_config=egress_replies(),
     )
     _leave_alone(manager)
-    return _listener(EGRESS_LISTENER, parse_address(config.egress, mode=_EGRESS_SOCKET_MODE), manager)
+    listener = _listener(EGRESS_LISTENER, parse_address(config.egress, mode=_EGRESS_SOCKET_MODE), manager)
+    # While the gateway drains, requests under way still need their legs: this listener stays as it is until the end.
+    listener.traffic_direction = TrafficDirection.OUTBOUND
+    listener.drain_type = ListenerDrainType.MODIFY_ONLY
+    return listener
 
 
 def _listener(name: str, address: Address, manager: HttpConnectionManager) -> Listener:

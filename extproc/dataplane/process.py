@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,7 @@ _log = logging.getLogger(__name__)
 _envoy_log = logging.getLogger("envoy")
 
 # Envoy's "info" tells of every start-up step and its "debug" of every buffer, so ours are shifted by one.
-_ENVOY_LEVELS = {"trace": "debug", "debug": "info", "info": "warning", "warning": "warning", "error": "error"}
+_ENVOY_LEVELS = {"debug": "info", "info": "warning", "warn": "warning", "error": "error"}
 _OUR_LEVELS = {
     "T": logging.DEBUG,
     "D": logging.DEBUG,
@@ -39,6 +41,7 @@ _OUR_LEVELS = {
 }
 _POLL_SECONDS = 0.02
 _TERMINATION_SECONDS = 5.0
+_LONGEST_LOG_LINE = 1024 * 1024
 
 
 class EnvoyNotFoundError(Exception):
@@ -78,10 +81,12 @@ class EnvoyProcess:
         self._config = config
         self._path = path
         self._log_level = _ENVOY_LEVELS[log_level]
+        self._program = ""
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._log_reader: asyncio.Task[None] | None = None
         self._last_words = ""
+        self._stopping = False
         self._admin: EnvoyAdmin | None = None
         self.client_address = (config.client_host, config.client_port)
 
@@ -98,6 +103,12 @@ class EnvoyProcess:
         return self._running.pid
 
     @property
+    def _admin_address_file(self) -> Path:
+        """Where Envoy writes which admin port it has."""
+        assert self._directory is not None
+        return Path(self._directory.name) / "admin"
+
+    @property
     def _running(self) -> asyncio.subprocess.Process:
         if self._process is None:
             raise RuntimeError("Envoy has not been started")
@@ -109,16 +120,16 @@ class EnvoyProcess:
         Raises EnvoyNotFoundError, or EnvoyStartError when a port is taken, the configuration is refused, or ``timeout``
         seconds have passed.
         """
-        program = find_envoy(self._path)
+        self._program = find_envoy(self._path)
         _require_free(self._config.client_host, self._config.client_port)
         _require_free("127.0.0.1", self._config.admin_port)
         try:
-            await self._launch(program)
+            await self._launch()
             async with asyncio.timeout(timeout):
                 await self._until_ready()
         except TimeoutError:
             await self.stop(0)
-            raise EnvoyStartError(f"Envoy is not ready after {timeout:g} s. {self._said()}") from None
+            raise EnvoyStartError(f"Envoy is not ready after {timeout:g} s. {await self._said()}") from None
         except BaseException:
             await self.stop(0)
             raise
@@ -130,12 +141,13 @@ class EnvoyProcess:
     async def stop(self, grace: float) -> None:
         """Take no new requests, let those under way end for at most ``grace`` seconds, then end Envoy."""
         process = self._process
+        self._stopping = True
         if process is not None and process.returncode is None:
             if self._admin is not None and grace > 0:
                 await self._drain(self._admin, grace)
             await _end(process)
         if self._log_reader is not None:
-            await self._log_reader
+            await asyncio.wait([self._log_reader])  # not awaited itself: a stop that is cancelled may be called again
         if self._admin is not None:
             await self._admin.close()
             self._admin = None
@@ -143,12 +155,10 @@ class EnvoyProcess:
             self._directory.cleanup()
             self._directory = None
 
-    async def _launch(self, program: str) -> None:
+    async def _launch(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pd-extproc-")
-        directory = Path(self._directory.name)
-        configuration = directory / "envoy.yaml"
+        configuration = Path(self._directory.name) / "envoy.yaml"
         configuration.write_text(bootstrap_yaml(self._config))
-        self._admin_address_file = directory / "admin"
         arguments = [
             *("-c", str(configuration)),
             *("--admin-address-path", str(self._admin_address_file)),
@@ -159,18 +169,17 @@ class EnvoyProcess:
         if self._config.concurrency is not None:
             arguments += ["--concurrency", str(self._config.concurrency)]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), program, *arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), self._program, *arguments),
+            stdin=DEVNULL,
+            stderr=PIPE,
+            limit=_LONGEST_LOG_LINE,
             start_new_session=True,  # a terminal's Ctrl-C is for us; we then end Envoy in order
         )
         self._log_reader = asyncio.create_task(self._forward_log(self._process))
 
     async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None  # asked for above
         level = logging.INFO
-        async for raw in process.stderr:
-            line = raw.decode(errors="replace").rstrip()
+        async for line in _lines(process):
             mark, _, rest = line.partition("|")
             name, bar, text = rest.partition("|")
             if mark in _OUR_LEVELS and bar:
@@ -179,6 +188,8 @@ class EnvoyProcess:
                 name, text = "", line  # a further line of the message before
             if level >= logging.ERROR:
                 self._last_words = text
+            elif self._stopping:
+                level = logging.DEBUG  # that we end it is no news
             _envoy_log.log(level, "%s%s", f"{name}: " if name else "", text)
 
     async def _until_ready(self) -> None:
@@ -187,7 +198,7 @@ class EnvoyProcess:
             while not await self._is_ready():
                 done, _ = await asyncio.wait([death], timeout=_POLL_SECONDS)
                 if done:
-                    raise EnvoyStartError(f"Envoy ended with status {death.result()} at start. {self._said()}")
+                    raise EnvoyStartError(f"Envoy ended with status {death.result()} at start. {await self._said()}")
         finally:
             death.cancel()
         if self._config.client_port == 0:
@@ -206,8 +217,13 @@ class EnvoyProcess:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def _said(self) -> str:
-        return f"It said: {self._last_words}" if self._last_words else "It did not say why."
+    async def _said(self) -> str:
+        """Why Envoy did not start, in its own words, and which Envoy it was: an old one does not know our settings."""
+        assert self._log_reader is not None
+        await asyncio.wait([self._log_reader], timeout=1)
+        asked = await asyncio.create_subprocess_exec(self._program, "--version", stdout=PIPE, stderr=DEVNULL)
+        version = (await asked.communicate())[0].decode(errors="replace").strip() or "no version"
+        return f"It said: {self._last_words or 'nothing'} ({self._program}: {version})"
 
     async def _drain(self, admin: EnvoyAdmin, grace: float) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -219,6 +235,19 @@ class EnvoyProcess:
     @staticmethod
     async def _active_requests(admin: EnvoyAdmin) -> int:
         return await admin.gauge(f"http.{CLIENT_LISTENER}.downstream_rq_active")
+
+
+async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
+    """What ``process`` writes to stderr. Must be read to the end, or it blocks."""
+    assert process.stderr is not None
+    while True:
+        try:
+            line = await process.stderr.readline()
+        except ValueError:  # too long, thrown away
+            continue
+        if not line:
+            return
+        yield line.decode(errors="replace").rstrip()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -1,0 +1,268 @@
+"""The Envoy configuration as a document: what must stand in it, whatever Envoy makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from betterproto2 import Casing
+
+from extproc.dataplane import paths
+from extproc.dataplane.bootstrap import bootstrap_yaml
+from extproc.dataplane.clusters import clusters
+from extproc.dataplane.config import STANDALONE, DataplaneConfig
+from extproc.dataplane.listeners import client_listener
+from extproc.dataplane.local_replies import REPLIES
+from extproc.dataplane.messages import parse_address
+from extproc.errors import CATALOGUE, error_body
+
+CONFIG = DataplaneConfig(extproc="unix:/r/e", ads="unix:/r/a", control="unix:/r/c", egress="unix:/r/x")
+
+
+@cache  # rendering and parsing take half a second
+def render(**changes: Any) -> Any:
+    return yaml.load(bootstrap_yaml(replace(CONFIG, **changes)), yaml.CSafeLoader)
+
+
+def listener(document: Any, name: str) -> Any:
+    return next(each for each in document["static_resources"]["listeners"] if each["name"] == name)
+
+
+def manager(document: Any, name: str) -> Any:
+    return listener(document, name)["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+def routes(document: Any, name: str) -> list[Any]:
+    return manager(document, name)["route_config"]["virtual_hosts"][0]["routes"]
+
+
+def cluster(document: Any, name: str) -> Any:
+    return next(each for each in document["static_resources"]["clusters"] if each["name"] == name)
+
+
+def walk(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key, inner
+            yield from walk(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from walk(inner)
+
+
+def first_route(path: str, method: str = "POST") -> Any:
+    """The client route that Envoy takes, by Envoy's rule: the first that matches."""
+    for route in routes(render(), "clients"):
+        match = route["match"]
+        wanted = [header["string_match"]["exact"] for header in match.get("headers", [])]
+        if wanted and wanted != [method]:
+            continue
+        if match.get("path") == path or ("prefix" in match and path.startswith(match["prefix"])):
+            return route
+    return None
+
+
+def ext_proc_is_on(route: Any) -> bool:
+    return "ext_proc" in route.get("typed_per_filter_config", {})
+
+
+def test_the_same_settings_give_the_same_text() -> None:
+    assert bootstrap_yaml(CONFIG) == bootstrap_yaml(CONFIG)
+
+
+def test_the_standalone_file_is_what_the_code_renders() -> None:
+    file = Path(__file__).parent.parent / "envoy" / "standalone.yaml"
+    comment, _, body = file.read_text().partition("\n\n")
+    assert all(line.startswith("#") for line in comment.splitlines())
+    assert body == bootstrap_yaml(STANDALONE)
+
+
+def test_no_path_is_in_two_tables() -> None:
+    tables = (*paths.INFERENCE_PATHS, *paths.NOT_IMPLEMENTED_PATHS, *paths.CONTROL_PATHS)
+    assert len(set(tables)) == len(tables)
+    assert not [path for path in paths.INFERENCE_PATHS for prefix in paths.CONTROL_PREFIXES if path.startswith(prefix)]
+
+
+@pytest.mark.parametrize("path", paths.DECODE_PATHS)
+def test_decode_paths(path: str) -> None:
+    assert first_route(path)["route"]["cluster"] == "decode"
+    assert ext_proc_is_on(first_route(path))
+
+
+@pytest.mark.parametrize("path", paths.PREFILL_PATHS)
+def test_prefill_paths(path: str) -> None:
+    assert first_route(path)["route"]["cluster"] == "prefill"
+    assert ext_proc_is_on(first_route(path))
+
+
+@pytest.mark.parametrize("path", [*paths.CONTROL_PATHS, "/workers/some-id", "/v1/models/org/model"])
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_control_paths(path: str, method: str) -> None:
+    assert first_route(path, method)["route"]["cluster"] == "control"
+    assert not ext_proc_is_on(first_route(path, method))
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "code"),
+    [
+        *((path, "GET", "method_not_allowed") for path in paths.INFERENCE_PATHS),
+        *((path, "POST", "not_implemented") for path in paths.NOT_IMPLEMENTED_PATHS),
+        ("/", "GET", "not_found"),
+        ("/metrics", "GET", "not_found"),
+        ("/v1/chat/completions/", "POST", "not_found"),
+    ],
+)
+def test_refusals(path: str, method: str, code: str) -> None:
+    route = first_route(path, method)
+    assert route["direct_response"]["status"] == CATALOGUE[code].status
+    assert f'"code":"{code}"' in route["direct_response"]["body"]["inline_string"]
+    assert not ext_proc_is_on(route)
+
+
+def test_ext_proc_modes() -> None:
+    filters = manager(render(), "clients")["http_filters"]
+    assert [each["name"] for each in filters] == ["ext_proc", "envoy.filters.http.router"]
+    assert filters[0]["disabled"] is True
+    settings = filters[0]["typed_config"]
+    assert settings["processing_mode"] == {
+        "request_header_mode": "SEND",
+        "response_header_mode": "SEND",
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_trailer_mode": "SEND",
+        "response_trailer_mode": "SEND",
+    }
+    assert settings["allow_content_length_header"] is True
+    assert settings["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb"]}}
+    assert settings["status_on_error"] == {"code": "ServiceUnavailable"}
+    assert settings["grpc_service"]["timeout"] == "0s"
+    assert "failure_mode_allow" not in settings
+
+
+@pytest.mark.parametrize(("request_timeout", "message_timeout"), [(10.0, "12s"), (1e6, "3600s")])
+def test_ext_proc_message_timeout_stays_within_envoys_bound(request_timeout: float, message_timeout: str) -> None:
+    document = render(request_timeout=request_timeout, timeout_margin=2.0)
+    assert manager(document, "clients")["http_filters"][0]["typed_config"]["message_timeout"] == message_timeout
+
+
+def test_no_envoy_timeout_before_ours() -> None:
+    document = render(request_timeout=10.0, timeout_margin=2.0)
+    for name in ("clients", "egress"):
+        assert manager(document, name)["stream_idle_timeout"] == "12s"
+        forwarding = [route["route"] for route in routes(document, name) if "route" in route]
+        assert {route["timeout"] for route in forwarding} == {"0s"}
+    assert manager(document, "egress")["common_http_protocol_options"]["idle_timeout"] == "0s"
+
+
+def test_only_connections_that_never_came_about_are_retried() -> None:
+    document = render(max_failovers=3)
+    policies = [
+        route["route"].get("retry_policy")
+        for name in ("clients", "egress")
+        for route in routes(document, name)
+        if "route" in route
+    ]
+    worker_policies = [policy for policy in policies if policy]
+    assert {policy["retry_on"] for policy in worker_policies} == {"connect-failure,refused-stream"}
+    assert {policy["num_retries"] for policy in worker_policies} == {3}
+    assert len(worker_policies) == len(paths.INFERENCE_PATHS) + 2
+
+
+@pytest.mark.parametrize(("payload", "buffered"), [(20_000_000, 20_000_000 + 2**20), (2**32, 2**32 - 1)])
+def test_a_whole_body_is_kept_for_the_next_host(payload: int, buffered: int) -> None:
+    document = render(max_payload_bytes=payload)
+    for name in ("clients", "egress"):
+        assert manager(document, name)["route_config"]["virtual_hosts"][0]["request_body_buffer_limit"] == buffered
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_role_clusters_send_to_named_hosts_only(name: str) -> None:
+    role = cluster(render(), name)
+    assert role["type"] == "EDS"
+    policy = role["load_balancing_policy"]["policies"][0]["typed_extension_config"]["typed_config"]
+    assert policy["@type"].endswith("override_host.v3.OverrideHost")
+    fallback = policy["fallback_policy"]["policies"][0]["typed_extension_config"]["typed_config"]
+    assert fallback["@type"].endswith("subset.v3.Subset")
+    assert "fallback_policy" not in fallback  # NO_FALLBACK is the default
+    assert "outlier_detection" not in role
+    assert "health_checks" not in role
+
+
+def test_upstream_connections_idle_shorter_than_the_engines_keep_them() -> None:
+    options = dict(walk(cluster(render(), "decode")["typed_extension_protocol_options"]))
+    assert options["idle_timeout"] == "3s"
+
+
+def test_every_circuit_breaker_is_raised() -> None:
+    for each in render()["static_resources"]["clusters"]:
+        threshold = each["circuit_breakers"]["thresholds"][0]
+        assert min(threshold.values()) >= 1_000_000
+        assert set(threshold) == {"max_connections", "max_pending_requests", "max_requests", "max_retries"}
+
+
+def test_workers_are_trusted_by_the_given_ca_only() -> None:
+    sockets = cluster(render(ca_file="/my/ca.pem"), "decode")["transport_socket_matches"]
+    assert sockets[0]["match"] == {"tls": True}
+    tls = sockets[0]["transport_socket"]["typed_config"]
+    assert tls["common_tls_context"]["validation_context"] == {"trusted_ca": {"filename": "/my/ca.pem"}}
+    assert tls["auto_host_sni"] is True
+    assert tls["auto_sni_san_validation"] is True
+
+
+def test_without_a_ca_no_worker_is_trusted() -> None:
+    sockets = cluster(render(ca_file=None), "decode")["transport_socket_matches"]
+    validation = sockets[0]["transport_socket"]["typed_config"]["common_tls_context"]["validation_context"]
+    assert validation == {"verify_certificate_hash": ["00" * 32]}
+
+
+def test_admin_is_on_loopback() -> None:
+    address = render(admin_port=1234)["admin"]["address"]["socket_address"]
+    assert address == {"address": "127.0.0.1", "port_value": 1234}
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "expected"),
+    [
+        ("unix:/run/x.sock", "STATIC", {"pipe": {"path": "/run/x.sock"}}),
+        ("10.0.0.7:50051", "STATIC", {"socket_address": {"address": "10.0.0.7", "port_value": 50051}}),
+        ("[fd00::7]:50051", "STATIC", {"socket_address": {"address": "fd00::7", "port_value": 50051}}),
+        ("sidecar:50051", "STRICT_DNS", {"socket_address": {"address": "sidecar", "port_value": 50051}}),
+    ],
+)
+def test_service_addresses(address: str, kind: str, expected: Any) -> None:
+    found = next(each for each in clusters(replace(CONFIG, extproc=address)) if each.name == "extproc")
+    assert found.type.name == kind
+    assert parse_address(address).to_dict(casing=Casing.SNAKE) == expected
+
+
+@pytest.mark.parametrize("address", ["", "sidecar", ":1", "sidecar:", "sidecar:65536", "sidecar:-1", "sidecar:٣"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ValueError, match="neither unix:/path nor host:port"):
+        clusters(replace(CONFIG, control=address))
+
+
+@pytest.mark.parametrize(("host", "expected"), [("0.0.0.0", {}), ("::1", {}), ("::", {"ipv4_compat": True})])
+def test_client_host(host: str, expected: dict[str, bool]) -> None:
+    address = client_listener(replace(CONFIG, client_host=host, client_port=80)).address.to_dict(casing=Casing.SNAKE)
+    assert address == {"socket_address": {"address": host, "port_value": 80, **expected}}
+
+
+def test_access_log_is_a_choice() -> None:
+    assert "access_log" not in manager(render(), "clients")
+    (log,) = manager(render(access_log=True), "clients")["access_log"]
+    assert log["typed_config"]["log_format"]["json_format"]["flags"] == "%RESPONSE_FLAGS%"
+
+
+def test_local_replies_are_of_the_catalogue() -> None:
+    mappers = manager(render(), "clients")["local_reply_config"]["mappers"]
+    assert len(mappers) == len(REPLIES)
+    for reply, mapper in zip(REPLIES, mappers, strict=True):
+        assert mapper["status_code"] == CATALOGUE[reply.code].status
+        body = mapper["body_format_override"]["text_format_source"]["inline_string"]
+        assert body.replace("%%", "%").encode() == error_body(reply.code, reply.message)
+        assert reply.flags or reply.expression  # a row that always fits would rewrite our own answers
+        assert CATALOGUE[reply.code].retryable or not reply.retry_after
