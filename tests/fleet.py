@@ -96,6 +96,13 @@ async def until(registry: Registry, condition: Callable[[], bool], within: float
         unsubscribe()
 
 
+async def eventually(condition: Callable[[], object], within: float = LONG) -> None:
+    """Wait for something that no event tells of."""
+    async with asyncio.timeout(within):
+        while not condition():  # noqa: ASYNC110 - see the docstring
+            await asyncio.sleep(0.001)
+
+
 @dataclass
 class Engine:
     """A server with the control paths of an SGLang worker; what it answers can be changed at any time."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from fleet import LONG, Engine, FakeEnvoy, engine, spec, until
+from fleet import LONG, Engine, FakeEnvoy, engine, eventually, spec, until
 
 from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
@@ -48,9 +48,7 @@ class Fleet:
 
     async def is_said(self, worker: Worker, text: str) -> None:
         """Wait until the worker's trouble contains ``text``; reasons alone are not told to subscribers."""
-        async with asyncio.timeout(LONG):
-            while text not in self.registry.trouble(worker):
-                await asyncio.sleep(0.002)
+        await eventually(lambda: text in self.registry.trouble(worker))
 
 
 @asynccontextmanager
@@ -196,9 +194,7 @@ class TestLeaving:
             f.monitor.report_unreachable(worker)
             await server.asked.wait()  # the probe is under way
             f.monitor.report_unreachable(worker)
-            async with asyncio.timeout(LONG):
-                while server.count("/health") < 3:
-                    await asyncio.sleep(0.002)
+            await eventually(lambda: server.count("/health") >= 3)
 
     async def test_reports_of_strangers_are_ignored(self) -> None:
         async with fleet() as f:
@@ -220,9 +216,7 @@ class TestIdentity:
         async with engine(mode="decode") as server, fleet() as f:
             worker = f.registry.add(spec(P, server.url))
             await f.becomes(worker, Status.FAILED)
-            assert (
-                f.registry.trouble(worker) == "registered as prefill, but the server's disaggregation_mode is decode"
-            )
+            assert f.registry.trouble(worker) == "registered as prefill, but the server's disaggregation_mode is decode"
             assert f.registry.usable(P, None) == ()
             server.mode = "prefill"
             await f.becomes(worker, Status.READY)
@@ -259,9 +253,7 @@ class TestIdentity:
     async def test_is_read_once_while_all_is_well(self) -> None:
         async with engine() as server, fleet(HealthSettings(interval=0.005)) as f:
             f.registry.add(spec(P, server.url))
-            async with asyncio.timeout(LONG):
-                while server.count("/health") < 5:
-                    await asyncio.sleep(0.002)
+            await eventually(lambda: server.count("/health") >= 5)
             assert server.count("/server_info") == 1
 
     async def test_a_contradicting_bootstrap_port_is_said_but_obeyed(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,9 +301,7 @@ class TestAddresses:
             await f.is_said(worker, "cannot resolve engine: Name or service not known; keeping 127.0.0.1")
             assert worker.usable
             f.names["engine"] = ["127.0.0.1"]
-            async with asyncio.timeout(LONG):
-                while f.registry.trouble(worker):
-                    await asyncio.sleep(0.002)
+            await eventually(lambda: not f.registry.trouble(worker))
 
     async def test_one_of_several_that_refuses_connections_is_passed_over(self) -> None:
         async with engine(host="127.0.0.2") as server, fleet() as f:
@@ -355,9 +345,7 @@ async def test_probes_under_way_are_bounded() -> None:
     async with engine(hang=True) as server, fleet(SLOW, Pace(concurrency=3)) as f:
         f.names |= {f"w{number}": [f"127.0.0.{number + 1}"] for number in range(10)}
         server_everywhere = [f.registry.add(spec(P, f"http://w{number}:{server.port}")) for number in range(10)]
-        async with asyncio.timeout(LONG):
-            while len(server.requests) < 3:
-                await asyncio.sleep(0.002)
+        await eventually(lambda: len(server.requests) >= 3)
         await asyncio.sleep(0.02)
         assert len(server.requests) == 3
         assert all(worker.status is Status.PENDING for worker in server_everywhere)
@@ -377,8 +365,6 @@ async def test_a_defect_does_not_end_the_watch(
 
         monkeypatch.setattr(f.client, "get", get)
         worker = f.registry.add(spec(P, server.url))
-        async with asyncio.timeout(LONG):
-            while "a defect" not in caplog.text:
-                await asyncio.sleep(0.002)
+        await eventually(lambda: "a defect" in caplog.text)
         broken[0] = False
         await f.becomes(worker, Status.READY)

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from fleet import FakeEnvoy, spec
+from fleet import FakeEnvoy, eventually, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from extproc.dataplane.endpoints import Snapshot
 from extproc.workers.metadata import Metadata
 from extproc.workers.registry import EndpointTakenError, Registry, WorkerExistsError
 from extproc.workers.worker import Role, Status, Worker
@@ -117,26 +118,24 @@ class Scenario:
                     assert set(addresses) <= set(self.envoy.addresses(role))
         assert not self.envoy.overlapped
 
+    def is_empty(self) -> bool:
+        self.check()
+        return not len(self.registry) and self.envoy.acknowledged == Snapshot()
+
     async def finish(self) -> None:
         self.envoy.refusal = None
         self.envoy.release()
         for worker in list(self.registry):
             worker.load = 0
             self.registry.remove(worker)
-        async with asyncio.timeout(5):
-            while len(self.registry) or self.envoy.publishing:
-                await asyncio.sleep(0.001)
-                self.check()
-        assert self.envoy.addresses(Role.PREFILL) == self.envoy.addresses(Role.DECODE) == []
+        await eventually(self.is_empty)
         assert not self.registry.knows_model("a")
 
 
 async def _without_leftovers(run: Callable[[], Awaitable[None]]) -> None:
     before = asyncio.all_tasks()
     await run()
-    async with asyncio.timeout(5):
-        while asyncio.all_tasks() != before:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: asyncio.all_tasks() == before)
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])

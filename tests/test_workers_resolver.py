@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
+from fleet import eventually
 
 from extproc.workers.resolver import ResolveError, Resolver, choose, literal
 
@@ -116,8 +117,7 @@ async def test_look_ups_at_once_are_bounded() -> None:
     dns.gate.clear()
     resolver = Resolver(dns.lookup, concurrency=3)
     tasks = [asyncio.create_task(resolver.resolve(f"engine-{number}", 1)) for number in range(10)]
-    while len(dns.asked) < 3:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(dns.asked) == 3)
     dns.gate.set()
     assert await asyncio.gather(*tasks) == ["10.0.0.1"] * 10
     assert dns.most_open == 3
@@ -125,5 +125,5 @@ async def test_look_ups_at_once_are_bounded() -> None:
 
 async def test_the_systems_resolver() -> None:
     assert await Resolver().resolve("localhost", 80) in ("127.0.0.1", "::1")
-    with pytest.raises(ResolveError, match="cannot resolve nowhere.invalid"):
+    with pytest.raises(ResolveError, match=r"cannot resolve nowhere\.invalid"):
         await Resolver().resolve("nowhere.invalid", 80)

@@ -6,6 +6,7 @@ one attribute addition (measured: 0.05 µs; :meth:`Histogram.observe` 0.13 µs, 
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -183,9 +184,9 @@ class Metrics:
 
 
 def _number(value: float) -> str:
-    if value == float("inf"):
-        return "+Inf"
-    return str(int(value)) if value == int(value) else repr(value)
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if abs(value) < 1e15 and value == int(value) else repr(value)
 
 
 def _escaped(text: str) -> str:

@@ -1,0 +1,478 @@
+"""The control API over a real socket: the peer's shapes, who may ask, and what is not there."""
+
+from __future__ import annotations
+
+import io
+import re
+import socket
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fleet import FakeEnvoy, add_ready, engine, spec, until
+
+from extproc.control.api import ControlApi
+from extproc.workers.client import WorkerClient
+from extproc.workers.health import Monitor
+from extproc.workers.registry import Registry
+from extproc.workers.worker import Role, Status
+
+P, D = Role.PREFILL, Role.DECODE
+BEARER = {"authorization": "Bearer s3cret"}
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+    json: Any
+
+
+class Api:
+    """A running API, its registry, and a client."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.envoy = FakeEnvoy()
+        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
+        self.client = WorkerClient()
+        self.monitor = Monitor(self.registry, self.client)
+        self.api = ControlApi(self.registry, self.client, "127.0.0.1:0", **settings)
+
+    async def ask(self, method: str, path: str, **more: Any) -> Answer:
+        url = f"http://127.0.0.1:{self.api.port}{path}"
+        async with aiohttp.ClientSession() as session, session.request(method, url, **more) as response:
+            text = await response.text()
+            is_json = response.content_type == "application/json"
+            return Answer(response.status, response.headers, text, await response.json() if is_json and text else None)
+
+    async def get(self, path: str, **more: Any) -> Answer:
+        return await self.ask("GET", path, **more)
+
+
+@asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[Api]:
+    made = Api(**settings)
+    await made.api.start()
+    try:
+        yield made
+    finally:
+        await made.api.stop()
+        await made.monitor.stop()
+        await made.registry.close()
+        await made.client.close()
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    async with running() as made:
+        yield made
+
+
+class TestWorkers:
+    async def test_none(self, api: Api) -> None:
+        answer = await api.get("/workers")
+        assert answer.status == 200
+        assert answer.text == (
+            '{"workers":[],"total":0,"stats":{"prefill_count":0,"decode_count":0,"regular_count":0}}'
+        )
+
+    async def test_adding_is_accepted_and_located(self, api: Api) -> None:
+        body = {"url": "http://10.0.0.1:31013", "worker_type": "prefill", "bootstrap_port": 8999, "api_key": "k"}
+        answer = await api.ask("POST", "/workers", json=body)
+        worker_id = answer.json["worker_id"]
+        assert answer.status == 202
+        assert answer.headers["location"] == f"/workers/{worker_id}"
+        assert answer.json == {
+            "status": "accepted",
+            "worker_id": worker_id,
+            "url": "http://10.0.0.1:31013",
+            "location": f"/workers/{worker_id}",
+            "message": "Worker addition queued for background processing",
+        }
+        shown = (await api.get(answer.headers["location"])).json
+        timestamp = shown["job_status"].pop("timestamp")
+        assert isinstance(timestamp, int)
+        assert shown == {
+            "id": worker_id,
+            "url": "http://10.0.0.1:31013",
+            "worker_type": "prefill",
+            "connection_mode": "http",
+            "runtime_type": "sglang",
+            "priority": 50,
+            "cost": 1.0,
+            "max_connection_attempts": 20,
+            "bootstrap_port": 8999,
+            "is_healthy": False,
+            "status": "pending",
+            "load": 0,
+            "http2": False,
+            "pd_pairing": "sglang/?/?",
+            "job_status": {
+                "job_type": "AddWorker",
+                "worker_url": "http://10.0.0.1:31013",
+                "status": "processing",
+                "message": None,
+            },
+        }
+
+    async def test_a_worker_in_full(self, api: Api) -> None:
+        api.monitor.start()
+        async with engine() as server:
+            body = {
+                "url": server.url,
+                "worker_type": "prefill",
+                "priority": 10,
+                "cost": 2.0,
+                "labels": {"zone": "a"},
+                "health": {"failure_threshold": 4},
+                "api_key": "s3cret",
+            }
+            worker_id = (await api.ask("POST", "/workers", json=body)).json["worker_id"]
+            worker = api.registry.get(worker_id)
+            assert worker is not None
+            await until(api.registry, lambda: worker.usable)
+            worker.load = 3
+            answer = await api.get(f"/workers/{worker_id}")
+        assert answer.json == {
+            "id": worker_id,
+            "model_id": "tiny",
+            "url": server.url,
+            "models": [
+                {
+                    "id": "tiny",
+                    "model_type": ["chat", "completions", "responses", "tools"],
+                    "hf_model_type": "llama",
+                    "architectures": ["Llama"],
+                    "context_length": 2048,
+                }
+            ],
+            "worker_type": "prefill",
+            "connection_mode": "http",
+            "runtime_type": "sglang",
+            "labels": {
+                "zone": "a",
+                "version": "0.5.23",
+                "tp_size": "1",
+                "disaggregation_mode": "prefill",
+                "max_model_len": "2048",
+                "is_generation": "true",
+                "model_type": "llama",
+                "architectures": '["Llama"]',
+            },
+            "priority": 10,
+            "cost": 2.0,
+            "bootstrap_port": 8998,
+            "max_connection_attempts": 20,
+            "health": {"failure_threshold": 4},
+            "is_healthy": True,
+            "status": "ready",
+            "load": 3,
+            "http2": False,
+            "pd_pairing": "sglang/?/?",
+        }
+        assert "s3cret" not in answer.text
+
+    async def test_the_list_counts_and_filters(self, api: Api) -> None:
+        a = add_ready(api.registry, P, "http://10.0.0.1:1", "a")
+        b = add_ready(api.registry, D, "http://10.0.0.2:1", "b")
+        everything = (await api.get("/workers")).json
+        assert [worker["id"] for worker in everything["workers"]] == [a.id, b.id]
+        assert all("job_status" not in worker for worker in everything["workers"])
+        assert everything["stats"] == {"prefill_count": 1, "decode_count": 1, "regular_count": 0}
+        some = (await api.get("/workers?model=b")).json
+        assert [worker["id"] for worker in some["workers"]] == [b.id]
+        assert (some["total"], some["stats"]["prefill_count"]) == (1, 0)
+
+    async def test_a_duplicate_conflicts_naming_the_first(self, api: Api) -> None:
+        worker = api.registry.add(spec(P, "http://10.0.0.1:1"))
+        answer = await api.ask("POST", "/workers", json={"url": "http://10.0.0.1:1", "worker_type": "prefill"})
+        assert answer.status == 409
+        assert answer.json["code"] == "WORKER_ALREADY_EXISTS"
+        assert answer.json["error"].startswith(f"Worker already exists at URL 'http://10.0.0.1:1' with ID {worker.id}.")
+
+    async def test_a_bad_body_is_400_in_the_worker_shape(self, api: Api) -> None:
+        answer = await api.ask("POST", "/workers", json={"url": "http://w:1", "worker_type": "decode", "zone": 1})
+        assert answer.status == 400
+        assert answer.json == {"error": "Invalid JSON data: unknown field `zone`", "code": "BAD_REQUEST"}
+        assert len(api.registry) == 0
+
+    async def test_why_a_worker_is_out_is_shown(self, api: Api) -> None:
+        worker = add_ready(api.registry, P, "http://10.0.0.1:1")
+        api.registry.set_status(worker, Status.NOT_READY, "GET /health: HTTP 503")
+        shown = (await api.get(f"/workers/{worker.id}")).json
+        assert (shown["status"], shown["is_healthy"]) == ("not_ready", False)
+        assert shown["status_reason"] == "GET /health: HTTP 503"
+        assert "job_status" not in shown
+
+    async def test_adding_that_fails_is_a_failed_job(self, api: Api) -> None:
+        worker = api.registry.add(spec(P, "http://10.0.0.1:1"))
+        api.registry.set_status(worker, Status.FAILED, "Connect call failed")
+        job = (await api.get(f"/workers/{worker.id}")).json["job_status"]
+        assert (job["status"], job["message"]) == ("failed", "Connect call failed")
+
+    async def test_removing_drains_and_may_be_repeated(self, api: Api) -> None:
+        worker = add_ready(api.registry, P, "http://10.0.0.1:1")
+        await until(api.registry, lambda: worker.usable)
+        worker.load = 1
+        for _ in range(2):
+            answer = await api.ask("DELETE", f"/workers/{worker.id}")
+            assert answer.status == 202
+            assert answer.json == {
+                "status": "accepted",
+                "worker_id": worker.id,
+                "message": "Worker removal queued for background processing",
+            }
+        shown = (await api.get(f"/workers/{worker.id}")).json
+        assert (shown["status"], shown["is_healthy"]) == ("draining", False)
+        assert shown["job_status"]["job_type"] == "RemoveWorker"
+        worker.load = 0
+        await until(api.registry, lambda: not len(api.registry))
+        gone = await api.get(f"/workers/{worker.id}")
+        assert (gone.status, gone.json["code"]) == (404, "WORKER_NOT_FOUND")
+
+    @pytest.mark.parametrize("method", ["GET", "DELETE"])
+    async def test_ids_that_are_not(self, api: Api, method: str) -> None:
+        bad = await api.ask(method, "/workers/7")
+        assert (bad.status, bad.json["code"]) == (400, "BAD_REQUEST")
+        unknown = str(uuid.uuid4())
+        missing = await api.ask(method, f"/workers/{unknown}")
+        assert (missing.status, missing.json) == (
+            404,
+            {"error": f"Worker {unknown} not found", "code": "WORKER_NOT_FOUND"},
+        )
+
+
+class TestProbes:
+    @pytest.mark.parametrize("path", ["/liveness", "/health"])
+    async def test_alive(self, api: Api, path: str) -> None:
+        answer = await api.get(path)
+        assert (answer.status, answer.text) == (200, "OK")
+        assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+        assert (await api.ask("HEAD", path)).status == 200
+
+    async def test_ready_only_with_both_roles(self, api: Api) -> None:
+        answer = await api.get("/readiness")
+        assert answer.status == 503
+        assert answer.json["status"] == "not ready"
+        prefill = add_ready(api.registry, P, "http://10.0.0.1:1", "m")
+        answer = await api.get("/readiness")
+        assert "no usable decode worker" in answer.json["reason"]
+        decode = add_ready(api.registry, D, "http://10.0.0.2:1", "m")
+        await until(api.registry, lambda: prefill.usable and decode.usable)
+        answer = await api.get("/readiness")
+        assert (answer.status, answer.json) == (200, {"status": "ready", "healthy_workers": 2, "total_workers": 2})
+
+    async def test_draining(self, api: Api) -> None:
+        workers = [add_ready(api.registry, role, "http://10.0.0.1:1") for role in (P, D)]
+        await until(api.registry, lambda: all(worker.usable for worker in workers))
+        api.api.set_draining()
+        answer = await api.get("/readiness")
+        assert (answer.status, answer.json) == (503, {"status": "not ready", "reason": "draining"})
+        assert (await api.get("/liveness")).status == 200
+
+
+class TestModels:
+    async def test_none(self, api: Api) -> None:
+        answer = await api.get("/v1/models")
+        assert answer.status == 503
+        assert answer.headers["x-pd-error-code"] == "no_models_available"
+        assert answer.text == (
+            '{"error":{"type":"server_error","code":"no_models_available",'
+            '"message":"No models available","param":null}}'
+        )
+
+    async def test_each_once_in_order(self, api: Api) -> None:
+        add_ready(api.registry, P, "http://10.0.0.1:1", "b", "org/a")
+        add_ready(api.registry, D, "http://10.0.0.1:1", "b")
+        one = {"object": "model", "created": 0, "owned_by": "self_hosted"}
+        listing = await api.get("/v1/models")
+        assert listing.json == {"object": "list", "data": [{"id": "b"} | one, {"id": "org/a"} | one]}
+        assert (await api.get("/v1/models/org/a")).json == {"id": "org/a"} | one
+        missing = await api.get("/v1/models/c")
+        assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+
+
+class TestInformation:
+    @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+    @pytest.mark.parametrize("known_as", ["/server_info", "/get_server_info"])
+    async def test_is_a_prefill_workers_own(self, api: Api, path: str, known_as: str) -> None:
+        async with engine(server_info_path=known_as, extra_info={"x": 12345678901234567890}) as server:
+            worker = api.registry.add(spec(P, server.url, api_key="k"))
+            api.registry.place(worker, "127.0.0.1")
+            api.registry.set_status(worker, Status.READY)
+            await until(api.registry, lambda: worker.usable)
+            answer = await api.get(path)
+            assert answer.status == 200
+            assert answer.json["version"] == "0.5.23"
+            assert '"x": 12345678901234567890' in answer.text  # as the worker wrote it
+            assert server.requests[-1][1]["authorization"] == "Bearer k"
+
+    @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+    async def test_of_the_model(self, api: Api, path: str) -> None:
+        async with engine() as server:
+            worker = add_ready(api.registry, P, server.url)
+            await until(api.registry, lambda: worker.usable)
+            assert (await api.get(path)).json["model_type"] == "llama"
+
+    async def test_secrets_stay_with_the_worker(self, api: Api) -> None:
+        async with engine(extra_info={"api_key": "s3cret", "launch_command": "--api-key s3cret"}) as server:
+            worker = add_ready(api.registry, P, server.url)
+            await until(api.registry, lambda: worker.usable)
+            answer = await api.get("/server_info")
+            assert answer.json["version"] == "0.5.23"
+            assert "s3cret" not in answer.text
+
+    async def test_nobody_to_ask(self, api: Api) -> None:
+        answer = await api.get("/get_server_info")
+        assert (answer.status, answer.json["error"]["code"]) == (503, "no_prefill_servers")
+        assert answer.json["error"]["message"] == "No prefill servers available"
+
+    async def test_a_worker_that_does_not_answer(self, api: Api) -> None:
+        with socket.socket() as unbound:
+            unbound.bind(("127.0.0.1", 0))  # and does not listen
+            worker = add_ready(api.registry, P, f"http://127.0.0.1:{unbound.getsockname()[1]}")
+            await until(api.registry, lambda: worker.usable)
+            answer = await api.get("/server_info")
+        assert (answer.status, answer.json["error"]["code"]) == (502, "prefill_unreachable")
+
+    async def test_loads_are_ours(self, api: Api) -> None:
+        worker = add_ready(api.registry, P, "http://10.0.0.1:1")
+        worker.load = 4
+        loads = (await api.get("/get_loads")).json
+        assert loads["dp_rank_count"] == 1
+        assert loads["loads"] == [
+            {
+                "worker": "http://10.0.0.1:1",
+                "worker_type": "prefill",
+                "dp_rank": 0,
+                "num_running_reqs": 4,
+                "num_total_reqs": 4,
+            }
+        ]
+        assert loads["aggregate"] == {"total_running_reqs": 4, "total_reqs": 4}
+
+
+class TestAccess:
+    @pytest.mark.parametrize("path", ["/liveness", "/health", "/readiness"])
+    async def test_probes_need_no_key(self, path: str) -> None:
+        async with running(api_key="s3cret") as api:
+            assert (await api.get(path)).status in (200, 503)
+
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [
+            ("GET", "/workers"),
+            ("POST", "/workers"),
+            ("GET", f"/workers/{uuid.uuid4()}"),
+            ("DELETE", f"/workers/{uuid.uuid4()}"),
+            ("GET", "/v1/models"),
+            ("GET", "/get_loads"),
+            ("GET", "/server_info"),
+            ("GET", "/nowhere"),
+            ("GET", "//health"),
+        ],
+    )
+    async def test_everything_else_does(self, method: str, path: str) -> None:
+        async with running(api_key="s3cret") as api:
+            for headers in (
+                {},
+                {"authorization": "Bearer s3cre"},
+                {"authorization": "Bearer s3crets"},
+                {"authorization": "Basic s3cret"},
+                {"authorization": "s3cret"},
+                {"authorization": "Bearer \u00fc"},
+            ):
+                answer = await api.ask(method, path, headers=headers)
+                assert (answer.status, answer.json["error"]["code"]) == (401, "unauthorized")
+                assert answer.headers["www-authenticate"] == "Bearer"
+            assert (await api.ask(method, path, headers=BEARER)).status != 401
+            assert (await api.ask(method, path, headers={"authorization": "bearer  s3cret"})).status != 401
+
+
+class TestShapes:
+    async def test_unknown_paths(self, api: Api) -> None:
+        answer = await api.get("/nonexistent")
+        assert answer.status == 404
+        assert answer.headers["x-pd-error-code"] == "not_found"
+        assert answer.text == (
+            '{"error":{"type":"invalid_request_error","code":"not_found",'
+            '"message":"Invalid URL (GET /nonexistent)","param":null}}'
+        )
+
+    @pytest.mark.parametrize(
+        ("method", "path", "allow"),
+        [
+            ("PUT", "/workers", "GET, HEAD, POST"),
+            ("PATCH", f"/workers/{uuid.uuid4()}", "DELETE, GET, HEAD"),
+            ("POST", "/readiness", "GET, HEAD"),
+        ],
+    )
+    async def test_wrong_methods(self, api: Api, method: str, path: str, allow: str) -> None:
+        answer = await api.ask(method, path)
+        assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed")
+        assert answer.headers["allow"] == allow
+
+    async def test_too_large(self, api: Api) -> None:
+        answer = await api.ask("POST", "/workers", data=io.BytesIO(b" " * (1 << 20) + b"x"))
+        assert (answer.status, answer.json["error"]["code"]) == (413, "payload_too_large")
+
+    async def test_a_defect_is_a_json_500_and_a_traceback_in_the_log(
+        self, api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def broken() -> None:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(api.registry, "readiness", broken)
+        answer = await api.get("/readiness")
+        assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
+        assert "a defect" not in answer.text
+        assert "a defect" in caplog.text
+        assert answer.headers["x-request-id"]
+
+
+class TestRequestIds:
+    async def test_the_clients_is_returned(self, api: Api) -> None:
+        assert (await api.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        both = {"x-trace-id": "trace", "x-correlation-id": "correlation"}
+        assert (await api.get("/nowhere", headers=both)).headers["x-request-id"] == "correlation"
+
+    @pytest.mark.parametrize("unusable", ["", "a b", "x" * 129, "\u00fc"])
+    async def test_one_is_made_where_none_is_usable(self, api: Api, unusable: str) -> None:
+        made = (await api.get("/health", headers={"x-request-id": unusable})).headers["x-request-id"]
+        assert re.fullmatch(r"req-[A-Za-z0-9]{24}", made)
+
+    async def test_the_headers_are_the_operators(self) -> None:
+        async with running(request_id_headers=("x-mine",)) as api:
+            headers = {"x-request-id": "not-mine", "x-mine": "mine"}
+            assert (await api.get("/health", headers=headers)).headers["x-request-id"] == "mine"
+
+
+class TestListening:
+    async def test_on_a_unix_socket_that_is_gone_afterwards(self, tmp_path: Path) -> None:
+        path = tmp_path / "control.sock"
+        with socket.socket(socket.AF_UNIX) as killed:  # left by a process that was killed
+            killed.bind(str(path))
+        api = ControlApi(Registry(FakeEnvoy().publish), WorkerClient(), f"unix:{path}")
+        await api.start()
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as session,
+            session.get("http://control/health") as response,
+        ):
+            assert await response.text() == "OK"
+        await api.stop()
+        assert not path.exists()
+
+    async def test_an_address_in_use_is_an_oserror(self, tmp_path: Path, api: Api) -> None:
+        with pytest.raises(OSError, match="address already in use"):
+            await ControlApi(api.registry, api.client, f"127.0.0.1:{api.api.port}").start()
+        first = ControlApi(api.registry, api.client, f"unix:{tmp_path}/c.sock")
+        await first.start()
+        with pytest.raises(OSError, match="another server listens"):
+            await ControlApi(api.registry, api.client, f"unix:{tmp_path}/c.sock").start()
+        await first.stop()
