@@ -1,7 +1,8 @@
 """CPU µs per request of the transport alone: ``python -m bench.transport``.
 
-The pattern is Envoy's for one small chat request: the messages of request headers and of the whole body, two answers,
-the message of response headers, one answer, half-close. ``memory`` feeds one connection's protocol object from an
+The pattern is Envoy 1.40's for one small chat request, as recorded: the messages of request headers, of the body and
+of its end in a DATA frame each; two answers; the message of response headers; one answer; a reset, which is how Envoy
+ends the stream. ``memory`` feeds one connection's protocol object from an
 in-memory peer and times only the server's side: no sockets, no loop. ``socket`` runs a server on uvloop in a child
 process and reads that process's CPU time while an ngh2 client drives it over a unix socket.
 """
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
 
     from extproc.transport.interface import Call
 
-_HEADERS_MESSAGE = b"h" * 900
-_BODY_MESSAGE = b"b" * 300
+_REQUEST_MESSAGES = (b"h" * 900, b"b" * 300, b"e" * 6)
 _RESPONSE_MESSAGE = b"r" * 500
 _ANSWERS = (b"1" * 200, b"2" * 350)
 _LAST_ANSWER = b"3" * 4
@@ -67,10 +67,10 @@ class Handler:
 
     def received(self, message: bytes) -> None:  # noqa: ARG002
         self._seen += 1
-        if self._seen == 2:
+        if self._seen == 3:
             for answer in _ANSWERS:
                 self._call.send(answer)
-        elif self._seen == 3:
+        elif self._seen == 4:
             self._call.send(_LAST_ANSWER)
 
     def drained(self) -> None:
@@ -109,9 +109,9 @@ async def in_memory(requests: int, concurrency: int) -> float:
     client.set_local_window_size(1 << 28)
     spent = 0
 
-    def turn() -> None:
+    def turn(before: bytes = b"") -> None:
         nonlocal spent
-        data = client.data_to_send()
+        data = before + client.data_to_send()
         begin = time.thread_time_ns()
         server.data_received(data)
         spent += time.thread_time_ns() - begin
@@ -124,17 +124,23 @@ async def in_memory(requests: int, concurrency: int) -> float:
     spent = 0
     for _ in range(requests // concurrency):
         streams = [client.send_request(_REQUEST) for _ in range(concurrency)]
-        for stream in streams:
-            client.send_data(stream, frame(_HEADERS_MESSAGE))
-            client.send_data(stream, frame(_BODY_MESSAGE))
-        turn()
+        turn(b"".join(_frames(client, stream) for stream in streams))
         for stream in streams:
             client.send_data(stream, frame(_RESPONSE_MESSAGE))
         turn()
         for stream in streams:
-            client.end_stream(stream)
+            client.reset_stream(stream, ngh2.ErrorCode.INTERNAL_ERROR)
         turn()
     return spent / 1000 / requests
+
+
+def _frames(client: ngh2.Connection, stream: int) -> bytes:
+    """What a request begins with; a frame per message, as taking the output between them makes it."""
+    output = b""
+    for message in _REQUEST_MESSAGES:
+        client.send_data(stream, frame(message))
+        output += client.data_to_send()
+    return output
 
 
 @dataclass(slots=True)
@@ -158,7 +164,6 @@ class _Driver(asyncio.Protocol):
         self._h2.set_local_window_size(1 << 28)
         for _ in range(self._concurrency):
             self._open()
-        self._transport.write(self._h2.data_to_send())
 
     def _open(self) -> None:
         if self._left == 0:
@@ -166,8 +171,7 @@ class _Driver(asyncio.Protocol):
         self._left -= 1
         stream = self._h2.send_request(_REQUEST)
         self._streams[stream] = _Stream()
-        self._h2.send_data(stream, frame(_HEADERS_MESSAGE))
-        self._h2.send_data(stream, frame(_BODY_MESSAGE))
+        self._transport.write(_frames(self._h2, stream))
 
     def data_received(self, data: bytes) -> None:
         self._h2.receive_data(data)
@@ -178,10 +182,9 @@ class _Driver(asyncio.Protocol):
                 if stream.answers == sum(len(frame(answer)) for answer in _ANSWERS):
                     self._h2.send_data(event.stream_id, frame(_RESPONSE_MESSAGE))
                 elif stream.answers > sum(len(frame(answer)) for answer in _ANSWERS):
-                    self._h2.end_stream(event.stream_id)
-            elif isinstance(event, ngh2.StreamClosed):
-                del self._streams[event.stream_id]
-                self._open()
+                    self._h2.reset_stream(event.stream_id, ngh2.ErrorCode.INTERNAL_ERROR)
+                    del self._streams[event.stream_id]
+                    self._open()
         if data := self._h2.data_to_send():
             self._transport.write(data)
         if not self._streams and not self.done.done():

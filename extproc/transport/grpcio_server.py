@@ -53,7 +53,6 @@ class GrpcioProcessServer:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", 1 << 20),
                 ("grpc.so_reuseport", 0),  # two servers on one port would share its connections without a word
-                ("grpc.http2.max_frame_size", 1 << 20),
                 ("grpc.http2.max_ping_strikes", 0),
             ]
         )

@@ -26,7 +26,7 @@ STREAM_WINDOW = 1 << 20
 CONNECTION_WINDOW = 1 << 26
 # Above this many queued bytes output is taken from ngh2 in pieces of this size, so that the transport can object.
 WRITE_PIECE = 1 << 18
-MAX_FRAME_SIZE = 1 << 20
+
 _UNLIMITED = (10**9, 10**9)  # (burst, rate): the peer is our own Envoy, and every client that leaves costs it a reset
 
 
@@ -43,7 +43,6 @@ def settings(**extra: int) -> dict[int, int]:
     """Our SETTINGS; ``extra`` by the names of ``ngh2.Setting`` in lower case."""
     return {
         Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
-        Setting.MAX_FRAME_SIZE: MAX_FRAME_SIZE,
         **{Setting[name.upper()]: value for name, value in extra.items()},
     }
 
