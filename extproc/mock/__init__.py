@@ -1,4 +1,4 @@
-"""Strict mock workers: they speak an engine's HTTP over real sockets, with the engine's rules, and record what they get."""
+"""Strict mock workers: they speak an engine's HTTP over real sockets, with its rules, and record what they get."""
 
 from extproc.mock.faults import Fault, Point, Rule
 from extproc.mock.recorder import Outcome, Record

@@ -1,4 +1,4 @@
-"""What the mock model writes: a pure function of prompt, seed and sampling limits, so answers can be compared byte by byte.
+"""What the mock model writes: a pure function of prompt, seed and limits, so that answers can be compared byte by byte.
 
 The vocabulary has 4096 tokens: 2 ends a text, the others are two-syllable words. A prompt's text is cut into tokens of
 four characters. Nothing is remembered between requests.
@@ -49,6 +49,11 @@ class Prompt:
         return -(-len(self.text or "") // _PIECE)
 
     @property
+    def as_text(self) -> str:
+        """The text, or what the tokens read as."""
+        return "".join(word(token) for token in self.ids) if self.ids is not None else self.text or ""
+
+    @property
     def digest(self) -> int:
         """32 bits that tell prompts apart."""
         if self.ids is not None:
@@ -83,26 +88,24 @@ class Text:
     ids: list[int]
     pieces: list[str]
     finish: dict[str, object] = field(default_factory=dict)  # the engine's finish_reason object
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.pieces)
+    first: int = END_OF_TEXT  # the token that a prefill writes, also where the limits allow none
 
 
 def write(prompt: Prompt, limits: Limits, natural_length: int) -> Text:
     """The whole text: ``natural_length`` tokens, the last of which ends it, or what the limits leave of it."""
     available = max(CONTEXT - prompt.length, 0)
     cap = available if limits.max_new_tokens is None else min(limits.max_new_tokens, available)
+    start = (prompt.digest + limits.seed * 7919) % _STORY
     if limits.ignore_eos or cap <= natural_length:
-        ids = _read((prompt.digest + limits.seed * 7919) % _STORY, cap)
+        ids = _read(start, cap)
         finish: dict[str, object] = {"type": "length", "length": cap}
     else:
-        ids = [*_read((prompt.digest + limits.seed * 7919) % _STORY, natural_length - 1), END_OF_TEXT]
+        ids = [*_read(start, natural_length - 1), END_OF_TEXT]
         finish = {"type": "stop", "matched": END_OF_TEXT}
+    pieces = [word(token) for token in ids]
     if limits.stop or limits.stop_token_ids:
-        return _stopped(ids, finish, limits)
-    return Text(ids, [word(token) for token in ids], finish)
+        ids, pieces, finish = _stopped(ids, pieces, finish, limits)
+    return Text(ids, pieces, finish, ids[0] if ids else _story()[start])
 
 
 def _read(start: int, count: int) -> list[int]:
@@ -113,19 +116,21 @@ def _read(start: int, count: int) -> list[int]:
     return ids
 
 
-def _stopped(ids: list[int], finish: dict[str, object], limits: Limits) -> Text:
-    pieces = [word(token) for token in ids]
+def _stopped(
+    ids: list[int], pieces: list[str], finish: dict[str, object], limits: Limits
+) -> tuple[list[int], list[str], dict[str, object]]:
+    """Cut at the first stop token or stop string; a text's tokens up to there all count as written."""
     for count, token in enumerate(ids, 1):
         if token in limits.stop_token_ids:
             kept = pieces[: count if limits.keep_stop else count - 1]
-            return Text(ids[:count], kept + [""] * (count - len(kept)), {"type": "stop", "matched": token})
+            return ids[:count], kept + [""] * (count - len(kept)), {"type": "stop", "matched": token}
         text = "".join(pieces[:count])
         hits = [(at, stop) for stop in limits.stop if stop and (at := text.find(stop)) >= 0]
         if hits:
             at, stop = min(hits)
             end = at + len(stop) if limits.keep_stop else at
-            return Text(ids[:count], _cut(pieces[:count], end), {"type": "stop", "matched": stop})
-    return Text(ids, pieces, finish)
+            return ids[:count], _cut(pieces[:count], end), {"type": "stop", "matched": stop}
+    return ids, pieces, finish
 
 
 def _cut(pieces: list[str], end: int) -> list[str]:

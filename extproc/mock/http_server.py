@@ -7,6 +7,7 @@ the engine's uvicorn does: ``server`` and ``date`` headers, idle connections clo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -194,7 +195,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One accepted connection: parses requests, runs the handler for one at a time, notices the peer leaving at once."""
+    """One accepted connection: parses requests, runs the handler for one at a time, notices at once that the peer left."""
 
     def __init__(self, server: HttpServer) -> None:
         self.keep_alive = True
@@ -209,7 +210,7 @@ class Connection(asyncio.Protocol):
         self._room: asyncio.Future[None] | None = None
         self._closing = False
 
-    # --- the event loop's side -------------------------------------------------------------------------------------
+    # --- the event loop's side ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer has connected."""
@@ -227,9 +228,9 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
             self._server.loop.call_later(len(data) / upload.rate, self._resume_reading)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """The peer has left, or we have."""
-        self._server.connections.discard(self)
+        self._server.forget(self)
         self._closing = True
         record = self._record
         if record is not None:
@@ -249,7 +250,7 @@ class Connection(asyncio.Protocol):
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
-    # --- the exchange's side ---------------------------------------------------------------------------------------
+    # --- the exchange's side ---
 
     def write(self, data: bytes) -> None:
         """Send bytes."""
@@ -284,7 +285,7 @@ class Connection(asyncio.Protocol):
             self._server.recorder.close(self._record, Outcome.FAULT)
         self._transport.close()
 
-    # --- the server's side -----------------------------------------------------------------------------------------
+    # --- the server's side ---
 
     @property
     def busy(self) -> bool:
@@ -306,7 +307,7 @@ class Connection(asyncio.Protocol):
         if not self.busy:
             self._transport.close()
 
-    # --- parsing ---------------------------------------------------------------------------------------------------
+    # --- parsing ---
 
     def _parse(self) -> None:
         try:
@@ -398,7 +399,7 @@ class Connection(asyncio.Protocol):
         if not self._closing:
             self._transport.resume_reading()
 
-    # --- answering -------------------------------------------------------------------------------------------------
+    # --- answering ---
 
     def _complete(self, record: Record, body: bytes, fault: Fault | None = None) -> None:
         record.body = body
@@ -420,8 +421,8 @@ class Connection(asyncio.Protocol):
         except FaultError as error:
             await exchange.reply(400, str(error).encode(), TEXT)
             outcome = Outcome.COMPLETED
-        except Exception:
-            server.on_error(exchange)
+        except Exception as error:  # noqa: BLE001 - a defect in a handler must not look like a silent worker
+            server.on_error(exchange, error)
             if exchange.started:
                 self._transport.abort()
                 outcome = Outcome.FAULT
@@ -503,7 +504,7 @@ class HttpServer:
         *,
         inference_paths: frozenset[str],
         keep_alive: float,
-        on_error: Callable[[Exchange], None],
+        on_error: Callable[[Exchange, Exception], None],
     ) -> None:
         self.handler = handler
         self.recorder = recorder
@@ -517,6 +518,7 @@ class HttpServer:
         self._keep_alive = keep_alive
         self._listener: asyncio.Server | None = None
         self._sweep: asyncio.TimerHandle | None = None
+        self._gone: asyncio.Future[None] | None = None  # done when the last connection has ended
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port."""
@@ -555,13 +557,18 @@ class HttpServer:
         self._stop_listening()
         for connection in list(self.connections):
             connection.close_when_idle()
-        try:
+        with contextlib.suppress(TimeoutError):
             await self.recorder.until(lambda: self.recorder.live == 0, grace)
-        except TimeoutError:
-            pass
         self.abort(Outcome.STOPPED)
-        while self.connections:
-            await asyncio.sleep(0)
+        self._gone = self.loop.create_future()
+        if self.connections:
+            await self._gone
+
+    def forget(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self.connections.discard(connection)
+        if self._gone is not None and not self.connections and not self._gone.done():
+            self._gone.set_result(None)
 
     def _stop_listening(self) -> None:
         if self._sweep is not None:

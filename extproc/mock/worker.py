@@ -51,7 +51,7 @@ class MockWorker(ABC):
         )
         self._background: set[asyncio.Task[None]] = set()
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- life ---
 
     async def start(self) -> None:
         """Listen; ``port`` is the real one afterwards."""
@@ -85,7 +85,7 @@ class MockWorker(ABC):
         """``http://host:port``."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    # --- what was received -----------------------------------------------------------------------------------------
+    # --- what was received ---
 
     @property
     def requests(self) -> list[Record]:
@@ -128,7 +128,7 @@ class MockWorker(ABC):
         """Wait until no leg is under way."""
         await self.recorder.until(lambda: not self.live, patience)
 
-    # --- faults ----------------------------------------------------------------------------------------------------
+    # --- faults ---
 
     def fail(self, fault: Fault | Rule, *, times: int | None = None, path: str | None = None) -> None:
         """Misbehave: for all legs, or the next ``times``, or those for ``path``."""
@@ -146,22 +146,25 @@ class MockWorker(ABC):
         """Accept connections again, on the same port."""
         await self._server.accept(self.host, self.port)
 
-    # --- the engine's part -----------------------------------------------------------------------------------------
+    # --- the engine's part ---
 
     @abstractmethod
     async def _handle(self, exchange: Exchange) -> None:
         """Answer a request."""
 
+    @abstractmethod
     async def _open(self) -> None:
         """Get ready, before the port listens."""
 
+    @abstractmethod
     async def _close(self) -> None:
         """Free everything."""
 
+    @abstractmethod
     def _kill(self) -> None:
         """Break everything at once."""
 
-    # --- the mock's own requests -----------------------------------------------------------------------------------
+    # --- the mock's own requests ---
 
     async def _serve(self, exchange: Exchange) -> None:
         if exchange.record.target.startswith("/_mock/"):
@@ -210,5 +213,6 @@ class MockWorker(ABC):
         await asyncio.sleep(seconds)
         await self.accept()
 
-    def _on_error(self, exchange: Exchange) -> None:
-        log.exception("%s %s", exchange.record.method, exchange.record.target)
+    @staticmethod
+    def _on_error(exchange: Exchange, error: Exception) -> None:
+        log.error("%s %s", exchange.record.method, exchange.record.target, exc_info=error)

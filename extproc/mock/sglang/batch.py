@@ -1,13 +1,13 @@
-"""From request fields to sequences, with the engine's rules for lists (``GenerateReqInput.normalize_batch_and_arguments``)."""
+"""From request fields to sequences, with the engine's rules for lists (``GenerateReqInput`` in its ``io_struct``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from extproc.mock.generation import Limits, Prompt
-from extproc.mock.sglang.engine import Batch, EngineError, LogprobOptions, Room, Sequence, new_rid
+from extproc.mock.generation import CONTEXT, Limits, Prompt
+from extproc.mock.sglang.engine import Batch, InternalError, LogprobOptions, RequestError, Room, Sequence, new_rid
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +15,14 @@ class Spread:
     """The fields that may be one value or a list of them, as they came."""
 
     rid: list[str] | str | None
-    host: list[Any] | str | None
-    port: list[Any] | int | None
-    room: list[Any] | int | None
+    host: Any
+    port: Any
+    room: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters of one prompt; ``seed`` counts only above temperature 0."""
+    """The sampling parameters of one prompt; ``limits.seed`` counts only above temperature 0."""
 
     limits: Limits
     n: int = 1
@@ -30,19 +30,19 @@ class Sampling:
 
     def sample(self, number: int) -> Limits:
         """The limits of the prompt's sample ``number``."""
-        limits = self.limits
-        seed = 0 if self.temperature == 0 else limits.seed + number
-        if seed == limits.seed:
-            return limits
-        return Limits(
-            limits.max_new_tokens, limits.stop, limits.stop_token_ids, limits.ignore_eos, limits.keep_stop, seed
-        )
+        seed = 0 if self.temperature == 0 else self.limits.seed + number
+        return self.limits if seed == self.limits.seed else replace(self.limits, seed=seed)
 
 
-def single(prompt: Prompt, sampling: Sampling, spread: Spread, logprobs: LogprobOptions | None) -> Batch:
-    """One prompt that is not in a list, with one sample."""
-    rid = spread.rid if isinstance(spread.rid, str) else new_rid() if spread.rid is None else spread.rid[0]
-    return Batch([Sequence(prompt, sampling.sample(0), rid, _room(spread.room, spread.host, spread.port), logprobs)])
+def one(prompt: Prompt, sampling: Sampling, spread: Spread, logprobs: LogprobOptions | None) -> Batch:
+    """One prompt that is not in a list; raises RequestError, InternalError."""
+    if sampling.n > 1:
+        return several([prompt], lambda _: sampling, spread, lambda _: logprobs)
+    _check(prompt, sampling)
+    if isinstance(spread.rid, list):
+        raise InternalError("unhashable type: 'list'")
+    room = Room(spread.room, spread.host, spread.port)
+    return Batch([Sequence(prompt, sampling.sample(0), spread.rid or new_rid(), room, logprobs)])
 
 
 def several(
@@ -51,39 +51,52 @@ def several(
     spread: Spread,
     logprobs: Callable[[int], LogprobOptions | None],
 ) -> Batch:
-    """A list of prompts, or several samples of one: sequences in the order of the answer's indexes."""
-    samples = sampling(0).n
-    total = len(prompts) * samples
-    rids = _rids(spread.rid, len(prompts), total, samples)
+    """A list of prompts, or several samples of one; raises RequestError, InternalError."""
+    samples = sampling(0).n if prompts else 1
+    rids = _rids(spread.rid, len(prompts), samples)
     sequences = []
-    for index in range(total):
+    for index, rid in enumerate(rids):
         number, sample = divmod(index, samples)
-        try:
-            room = _room(
-                spread.room[number] if isinstance(spread.room, list) else spread.room and spread.room + number,
-                spread.host[number] if isinstance(spread.host, list) else spread.host,
-                spread.port[number] if isinstance(spread.port, list) else spread.port,
-            )
-        except IndexError:
-            raise EngineError(500, "list index out of range") from None
+        _check(prompts[number], sampling(number))
+        room = Room(_room(spread.room, number), _item(spread.host, number), _item(spread.port, number))
         limits = sampling(number).sample(sample)
-        sequences.append(Sequence(prompts[number], limits, rids[index], room, logprobs(number), index))
+        sequences.append(Sequence(prompts[number], limits, rid, room, logprobs(number), index))
     return Batch(sequences, samples, single=False)
 
 
-def _room(number: Any, host: Any, port: Any) -> Room:
-    return Room(number, host, port)
+def _check(prompt: Prompt, sampling: Sampling) -> None:
+    if prompt.length >= CONTEXT:
+        raise RequestError(
+            f"The input ({prompt.length} tokens) is longer than the model's context length ({CONTEXT} tokens)."
+        )
+    limit = sampling.limits.max_new_tokens
+    if limit is not None and limit < 0:
+        raise RequestError(f"max_new_tokens must be at least 0, got {limit}.")
+    if sampling.temperature < 0:
+        raise RequestError(f"temperature must be a non-negative finite number, got {float(sampling.temperature)}.")
 
 
-def _rids(rid: list[str] | str | None, prompts: int, total: int, samples: int) -> list[str]:
+def _item(value: Any, number: int) -> Any:
+    if not isinstance(value, list):
+        return value
+    try:
+        return value[number]
+    except IndexError:
+        raise InternalError("list index out of range") from None
+
+
+def _room(value: Any, number: int) -> Any:
+    """From one room the engine derives those of a batch."""
+    return value + number if isinstance(value, int) else _item(value, number)
+
+
+def _rids(rid: list[str] | str | None, prompts: int, samples: int) -> list[str]:
     if isinstance(rid, list):
         if len(rid) != prompts:
-            raise EngineError(400, "The specified rids length mismatch with the batch_size for batch processing.")
+            raise RequestError("The specified rids length mismatch with the batch_size for batch processing.")
         if len(set(rid)) != len(rid):
             duplicates = [entry for entry in dict.fromkeys(rid) if rid.count(entry) > 1]
-            raise EngineError(400, f"Duplicate request IDs detected within the request: {duplicates}")
+            raise RequestError(f"Duplicate request IDs detected within the request: {duplicates}")
     if rid is None or samples > 1:  # samples get ids of their own
-        return [new_rid() for _ in range(total)]
-    if isinstance(rid, str):
-        return [f"{rid}_{index}" for index in range(total)]
-    return rid
+        return [new_rid() for _ in range(prompts * samples)]
+    return [f"{rid}_{index}" for index in range(prompts)] if isinstance(rid, str) else rid

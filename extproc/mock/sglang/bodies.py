@@ -1,4 +1,4 @@
-"""Request bodies: which fields the mock reads, with the engine's types and defaults; unknown fields are ignored, as there.
+"""Request bodies: the fields that the mock reads, with the engine's types and defaults; others are ignored, as there.
 
 Validation is pydantic's, as in the engine, so the errors say the same.
 """
@@ -145,7 +145,6 @@ class Responses(Routed):
     stream: bool | None = False
     temperature: float | None = None
     request_id: str | None = None
-    rid: str | None = None
     metadata: dict[str, Any] | None = None
 
 

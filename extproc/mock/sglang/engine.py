@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from extproc.mock.generation import Limits, Prompt, Text, write
-from extproc.mock.sglang.rendezvous import DEFAULT_PORT, Bootstrap, Prefills, TransferError
+from extproc.mock.sglang.rendezvous import (
+    ABORTED,
+    DEFAULT_PORT,
+    OTHER_SIDE,
+    Bootstrap,
+    Prefills,
+    TransferError,
+    UnreachableError,
+)
 
 if TYPE_CHECKING:
     from asyncio import Future
+    from collections.abc import AsyncIterator
 
 LARGEST_ROOM = 2**63 - 1
 FAKE_HOST = "2.2.2.2"  # the engine's own health checks and warm-up use it: no transfer takes place
 
 
 class Mode(Enum):
-    """What the engine calls its disaggregation mode."""
+    """The values are the engine's ``disaggregation_mode``."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     REGULAR = "null"
 
 
-class EngineError(Exception):
-    """A request that the engine refuses or gives up on, in its own words."""
+class RequestError(Exception):
+    """A request that the engine refuses before any sequence runs (a ``ValueError`` there): status 400."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+
+class InternalError(Exception):
+    """A request over which the engine's front end trips: status 500."""
 
 
 class CrashError(Exception):
@@ -42,11 +50,11 @@ class CrashError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where the two legs of a sequence meet; ``port`` None: the engine's default."""
+    """Where the two legs of a sequence meet, as in the body, types unchecked; ``port`` None: the engine's default."""
 
-    number: int | None = None
-    host: str | None = None
-    port: int | None = None
+    number: object = None
+    host: object = None
+    port: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,38 @@ class Sequence:
     text: Text = field(default_factory=lambda: Text([], []))
     written: int = 0  # tokens so far
     finish: dict[str, object] | None = None  # the engine's finish_reason, once over
-    stopper: Future[str] | None = None  # done: aborted, with the engine's message
+    stopper: Future[None] | None = None  # done: aborted
+    begun: float = field(default_factory=time.time)
+
+    @property
+    def failure(self) -> int | None:
+        """The HTTP status if the sequence failed; an abort of a running sequence is no failure."""
+        status = None if self.finish is None else self.finish.get("status_code")
+        return status if isinstance(status, int) else None
+
+    @property
+    def message(self) -> str:
+        """Why it failed or was aborted."""
+        return "" if self.finish is None else str(self.finish.get("message", ""))
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens so far."""
+        return self.text.ids[: self.written]
+
+    @property
+    def so_far(self) -> str:
+        """The text so far."""
+        return "".join(self.text.pieces[: self.written])
+
+
+@dataclass(slots=True)
+class Batch:
+    """The sequences of one HTTP request, in the order of the answer's indexes."""
+
+    sequences: list[Sequence]
+    samples: int = 1
+    single: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +123,40 @@ class Pace:
     tokens: int = 16
 
 
-@dataclass(slots=True)
-class Batch:
-    """The sequences of one HTTP request."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the engine waits, in seconds, before it gives up."""
 
-    sequences: list[Sequence]
-    samples: int = 1
-    single: bool = True
+    death: float = 2.5  # a decode, until it takes a silent prefill for dead
+    connect: float = 15.0  # a decode, for a bootstrap port where nobody listens
+    wait: float = 300.0  # a leg, for the other one
 
 
 class Engine:
     """One engine process."""
 
-    def __init__(self, mode: Mode, *, death_delay: float, connect_timeout: float, wait_timeout: float) -> None:
+    def __init__(self, mode: Mode, patience: Patience) -> None:
         self.mode = mode
         self.live: dict[str, Sequence] = {}
+        self.admitted = 0
         self.bootstrap = Bootstrap()
-        self.prefills = Prefills(death_delay)
-        self._connect_timeout = connect_timeout
-        self._wait_timeout = wait_timeout
+        self.prefills = Prefills(patience.death, patience.connect)
+        self._patience = patience
 
     def admit(self, batch: Batch) -> None:
-        """Take a batch in; raises EngineError where the engine refuses, CrashError where it dies."""
+        """Take a batch in; raises RequestError where the engine refuses, CrashError where it dies."""
+        seen: set[str] = set()
         for sequence in batch.sequences:
-            if sequence.rid in self.live:
-                raise EngineError(400, f"Duplicate request ID detected: {sequence.rid}")
-        if self.mode is not Mode.REGULAR:
-            for sequence in batch.sequences:
-                if sequence.room.number is not None and not -(2**63) <= sequence.room.number <= LARGEST_ROOM:
-                    raise CrashError
+            if sequence.rid in self.live or sequence.rid in seen:
+                raise RequestError(f"Duplicate request ID detected: {sequence.rid}")
+            seen.add(sequence.rid)
+            if self.mode is not Mode.REGULAR:
+                self._survive(sequence.room)
         loop = asyncio.get_running_loop()
         for sequence in batch.sequences:
             self.live[sequence.rid] = sequence
             sequence.stopper = loop.create_future()
+        self.admitted += len(batch.sequences)
 
     def release(self, batch: Batch) -> None:
         """Forget a batch, finished or not."""
@@ -125,56 +165,66 @@ class Engine:
                 del self.live[sequence.rid]
 
     def abort(self, rid: str, *, everything: bool) -> None:
-        """End live requests as ``/abort_request`` does: ``rid`` must be live itself, then prefixes match too."""
+        """End live requests as ``/abort_request`` does.
+
+        ``rid`` must be that of a live sequence; then every other whose id begins so ends with it. The id of a batch is
+        not that of any of its sequences (``rid_0``, ``rid_1``).
+        """
         if not everything and rid not in self.live:
             return
         for sequence in list(self.live.values()):
             stopper = sequence.stopper
             if (everything or sequence.rid.startswith(rid)) and stopper is not None and not stopper.done():
-                stopper.set_result("Abort in waiting queue" if sequence.written == 0 else "Unknown error")
+                stopper.set_result(None)
 
-    # --- one sequence ----------------------------------------------------------------------------------------------
+    # --- one sequence ---
 
     async def run(self, sequence: Sequence, pace: Pace) -> AsyncIterator[Sequence]:
-        """Write a sequence; yields it after every token."""
-        if self.mode is not Mode.REGULAR:
-            await self._hand_off(sequence, pace)
-        elif pace.first_token:
-            await self._sleep(sequence, pace.first_token)
-        sequence.text = write(sequence.prompt, sequence.limits, pace.tokens)
-        total = 1 if self.mode is Mode.PREFILL else len(sequence.text.ids)
-        for count in range(1, total + 1):
-            if count > 1 and pace.token:
-                await self._sleep(sequence, pace.token)
-            elif count > 1:
-                await asyncio.sleep(0)
-            if self._stopped(sequence):
-                break
-            sequence.written = count
-            if count < total:
-                yield sequence
-        self._finish(sequence)
+        """Write a sequence; yields it after every token, the last time with its ``finish``."""
+        if await self._begin(sequence, pace):
+            total = self._total(sequence)
+            for count in range(1, total + 1):
+                if count > 1:
+                    await self._sleep(sequence, pace.token)
+                if self._stopped(sequence):
+                    break
+                sequence.written = count
+                if count < total:
+                    yield sequence
+            self._end(sequence)
         yield sequence
 
     async def complete(self, sequence: Sequence, pace: Pace) -> None:
         """Write a sequence without stopping on the way."""
-        if self.mode is not Mode.REGULAR:
-            await self._hand_off(sequence, pace)
-        elif pace.first_token:
-            await self._sleep(sequence, pace.first_token)
-        sequence.text = write(sequence.prompt, sequence.limits, pace.tokens)
-        total = 1 if self.mode is Mode.PREFILL else len(sequence.text.ids)
+        if not await self._begin(sequence, pace):
+            return
+        total = self._total(sequence)
         if pace.token and total > 1:
             loop = asyncio.get_running_loop()
             begun = loop.time()
             await self._sleep(sequence, pace.token * (total - 1))
-            total = min(total, 1 + int((loop.time() - begun) / pace.token))
+            if self._stopped(sequence):
+                total = min(total, 1 + int((loop.time() - begun) / pace.token))
         sequence.written = total
-        self._finish(sequence)
+        self._end(sequence)
 
-    def _finish(self, sequence: Sequence) -> None:
+    async def _begin(self, sequence: Sequence, pace: Pace) -> bool:
+        """Everything before the first token; False: there will be none."""
+        sequence.text = write(sequence.prompt, sequence.limits, pace.tokens)
+        if self.mode is Mode.REGULAR:
+            if pace.first_token:
+                await self._sleep(sequence, pace.first_token)
+        else:
+            await self._hand_off(sequence, pace)
+        return sequence.finish is None
+
+    def _total(self, sequence: Sequence) -> int:
+        """A prefill leg writes the first token, whatever the limits say."""
+        return 1 if self.mode is Mode.PREFILL else len(sequence.text.ids)
+
+    def _end(self, sequence: Sequence) -> None:
         if self._stopped(sequence):
-            sequence.finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            sequence.finish = _aborted("Aborted", None)
         elif self.mode is Mode.PREFILL:
             sequence.finish = {"type": "length", "length": 0}
         else:
@@ -187,52 +237,106 @@ class Engine:
     @staticmethod
     async def _sleep(sequence: Sequence, seconds: float) -> None:
         """Sleep, but no longer than the sequence lives."""
-        assert sequence.stopper is not None
-        await asyncio.wait([sequence.stopper], timeout=seconds)
+        if not seconds:
+            await asyncio.sleep(0)
+        elif sequence.stopper is not None:
+            await asyncio.wait([sequence.stopper], timeout=seconds)
 
-    # --- the hand-off ----------------------------------------------------------------------------------------------
+    # --- the hand-off ---
+
+    def _survive(self, room: Room) -> None:
+        """Raise CrashError for what the engine's scheduler does not survive (seen on 0.5.23)."""
+        number = room.number
+        if number is None or room.host == FAKE_HOST:
+            return
+        if not isinstance(number, int):
+            raise CrashError
+        if self.mode is Mode.DECODE:
+            if not isinstance(room.host, str):
+                raise CrashError
+            # room 0 means "nothing here yet" to the decode: its KV cache arrives unnoticed, and a second leg finds it
+            if number == 0 and any(sequence.room.number == 0 for sequence in self.live.values()):
+                raise CrashError
 
     async def _hand_off(self, sequence: Sequence, pace: Pace) -> None:
-        room = sequence.room
-        if room.number is None:
-            raise EngineError(
-                400,
+        number, host, port = sequence.room.number, sequence.room.host, sequence.room.port
+        if not isinstance(number, int):
+            sequence.finish = _aborted(
                 f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={sequence.rid!r}",
+                400,
             )
-        if room.host == FAKE_HOST:
+            return
+        if host == FAKE_HOST:
             return
         try:
-            if self.mode is Mode.PREFILL:
-                await self._send_kv(sequence, room.number, pace)
-            else:
-                await self._receive_kv(sequence, room, pace)
-        except TransferError as error:
-            leg = "Prefill bootstrap failed" if self.mode is Mode.PREFILL else "Decode handshake failed"
-            raise EngineError(
-                500,
-                f"{leg} for request rank=0 req.rid={sequence.rid!r} req.bootstrap_room={room.number} "
-                f"with exception KVTransferError(bootstrap_room={room.number}): {error}",
-            ) from None
+            async with asyncio.timeout(self._patience.wait):
+                if self.mode is Mode.PREFILL:
+                    await self._send_kv(sequence, number, pace)
+                else:
+                    address = (str(host), port if isinstance(port, int) else DEFAULT_PORT)
+                    await self._receive_kv(sequence, address, number)
+        except (TransferError, TimeoutError) as error:
+            self._fail(sequence, number, error)
+
+    def _fail(self, sequence: Sequence, number: int, error: Exception) -> None:
+        if self.mode is Mode.PREFILL:
+            leg, name = "Prefill bootstrap", "req"
+        else:
+            leg = "Decode handshake" if isinstance(error, UnreachableError) else "Decode transfer"
+            name = "decode_req.req"
+        reason = str(error) or f"Request {sequence.rid} timed out after {self._patience.wait:.1f}s in KVPoll"
+        sequence.finish = _aborted(
+            f"{leg} failed for request rank=0 {name}.rid={sequence.rid!r} {name}.bootstrap_room={number} "
+            f"with exception KVTransferError(bootstrap_room={number}): {reason}",
+            500,
+        )
 
     async def _send_kv(self, sequence: Sequence, number: int, pace: Pace) -> None:
-        future = self.bootstrap.enter(number, sequence.prompt.digest)
+        met = self.bootstrap.enter(number, sequence.prompt.digest)
         try:
-            await self._while_alive(sequence, future)
+            await self._unless_stopped(sequence, met)
+            if number > LARGEST_ROOM:
+                raise CrashError
             if pace.first_token:
                 await self._sleep(sequence, pace.first_token)
+                if self._stopped(sequence):
+                    raise TransferError(ABORTED)
+                if self.bootstrap.abandoned(number):
+                    raise TransferError(OTHER_SIDE)
+            self.bootstrap.transferred(number)
+        finally:
+            self.bootstrap.leave(number, met)
+
+    async def _receive_kv(self, sequence: Sequence, address: tuple[str, int], number: int) -> None:
+        peer = await self.prefills.peer(address)
+        here = peer.want(number, sequence.prompt.digest)
+        try:
+            await self._unless_stopped(sequence, here)
         except BaseException:
-            self.bootstrap.leave(number, future, "Aborted by AbortReq.")
+            peer.drop(number, here)
             raise
-        self.bootstrap.transferred(number)
+        if number == 0 and sequence.stopper is not None:
+            await sequence.stopper
+            raise TransferError(ABORTED)
+        if number < 0:
+            sequence.finish = _aborted("Metadata corruption detected - bootstrap_room mismatch", 500)
 
-    async def _receive_kv(self, sequence: Sequence, room: Room, pace: Pace) -> None:
-        assert room.number is not None
-        await self.prefills.want(room.host or "None", room.port or DEFAULT_PORT, room.number, sequence.prompt.digest)
-        if pace.first_token:
-            await self._sleep(sequence, pace.first_token)
+    @staticmethod
+    async def _unless_stopped(sequence: Sequence, future: Future[None]) -> None:
+        """Await ``future``, but no longer than the sequence lives."""
+        stopper = sequence.stopper
+        if stopper is not None and not future.done():
+            # cheaper than asyncio.wait, which matters on the plain path: the stopper speaks through the future
+            def stop(_: Future[None]) -> None:
+                if not future.done():
+                    future.set_exception(TransferError(ABORTED))
 
-    async def _while_alive(self, sequence: Sequence, future: Future[None]) -> None:
+            stopper.add_done_callback(stop)
         await future
+
+
+def _aborted(message: str, status: int | None) -> dict[str, object]:
+    return {"type": "abort", "message": message, "status_code": status, "err_type": None}
 
 
 def new_rid() -> str:

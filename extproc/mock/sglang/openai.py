@@ -1,29 +1,22 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: how the engine words its answers, byte for byte but for ids."""
+"""``/v1/chat/completions`` and ``/v1/completions``. A stream's head waits for its first token."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from extproc.mock.generation import Limits, Prompt, alternatives, logprob, word
-from extproc.mock.sglang import bodies
-from extproc.mock.sglang.batch import Sampling
-from extproc.mock.sglang.engine import Batch, Sequence
-
-DONE = b"data: [DONE]\n\n"
-
-
-def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
-    """The engine's ``ErrorResponse``."""
-    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+from extproc.mock.sglang import bodies, logprobs
+from extproc.mock.sglang.api import DONE, Api, event, failure_event, metadata, usage
+from extproc.mock.sglang.batch import Sampling, Spread, one, several
+from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, RequestError, Sequence
 
 
-def error_event(message: str, kind: str, status: int) -> bytes:
-    """An error inside a stream."""
-    return b"data: " + orjson.dumps({"error": error_body(message, kind, status)}) + b"\n\n"
+def spread(body: bodies.Chat | bodies.Completion) -> Spread:
+    """The fields that may be lists."""
+    return Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
 
 
 def stops(value: str | list[str] | None) -> tuple[str, ...]:
@@ -33,162 +26,15 @@ def stops(value: str | list[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def usage(sequences: Seq[Sequence], samples: int) -> dict[str, Any]:
-    """The ``usage`` object over all sequences; a prompt counts once, whatever its samples."""
-    prompt = sum(sequence.prompt.length for sequence in sequences[::samples])
-    written = sum(sequence.written for sequence in sequences)
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + written,
-        "completion_tokens": written,
-        "prompt_tokens_details": None,
-        "reasoning_tokens": 0,
-        "completion_tokens_details": None,
-    }
-
-
-def written_text(sequence: Sequence) -> str:
-    """What has been written so far."""
-    return "".join(sequence.text.pieces[: sequence.written])
-
-
-class Api(Protocol):
-    """How one OpenAI endpoint words its answers; one object per request."""
-
-    include_usage: bool
-
-    def answer(self, batch: Batch) -> bytes:
-        """The whole answer as JSON."""
-        ...
-
-    def step(self, sequence: Sequence) -> bytes:
-        """The events for a sequence that has grown by a token or ended."""
-        ...
-
-    def end(self, batch: Batch) -> bytes:
-        """The events after all sequences have ended, without ``[DONE]``."""
-        ...
-
-
-class ChatApi:
-    """``/v1/chat/completions``."""
-
-    def __init__(self, body: bodies.Chat) -> None:
-        self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)
-        self._body = body
-        self._created = int(time.time())
-        self._told: dict[int, int] = {}
-        self._finished: list[Sequence] = []
-
-    @staticmethod
-    def prompt(body: bodies.Chat) -> Prompt:
-        """What the chat template would make of the messages."""
-        if body.input_ids is not None:
-            return Prompt(ids=tuple(body.input_ids))
-        return chat_prompt(body.messages, body.tools)
-
-    @staticmethod
-    def sampling(body: bodies.Chat) -> Sampling:
-        """The engine's sampling parameters."""
-        limits = Limits(
-            body.max_completion_tokens or body.max_tokens,
-            stops(body.stop),
-            frozenset(body.stop_token_ids or ()),
-            body.ignore_eos,
-            body.no_stop_trim,
-            body.seed or 0,
-        )
-        return Sampling(limits, body.n, 1.0 if body.temperature is None else body.temperature)
-
-    def answer(self, batch: Batch) -> bytes:
-        """The whole answer as JSON."""
-        return orjson.dumps(
-            {
-                "id": batch.sequences[0].rid,
-                "object": "chat.completion",
-                "created": self._created,
-                "model": self._body.model,
-                "choices": [self._choice(sequence) for sequence in batch.sequences],
-                "usage": usage(batch.sequences, batch.samples),
-                "metadata": {"weight_version": "default"},
-            }
-        )
-
-    def _choice(self, sequence: Sequence) -> dict[str, Any]:
-        finish = sequence.finish or {}
-        return {
-            "index": sequence.index,
-            "message": {"role": "assistant", "content": written_text(sequence), "reasoning_content": None},
-            "logprobs": self._logprobs(sequence, 0) if self._body.logprobs else None,
-            "finish_reason": finish.get("type"),
-            "matched_stop": finish.get("matched"),
-        }
-
-    def step(self, sequence: Sequence) -> bytes:
-        """The events for a sequence that has grown by a token or ended."""
-        begun = self._told.get(sequence.index)
-        events = b"" if begun is not None else self._event(sequence, {"role": "assistant", "content": ""})
-        told = begun or 0
-        piece = "".join(sequence.text.pieces[told : sequence.written])
-        if piece or (self._body.logprobs and told < sequence.written):
-            logprobs = self._logprobs(sequence, told) if self._body.logprobs else None
-            events += self._event(sequence, {"content": piece}, logprobs, usage_so_far=self._continuous)
-        self._told[sequence.index] = sequence.written
-        if sequence.finish is not None:
-            self._finished.append(sequence)
-        return events
-
-    def end(self, batch: Batch) -> bytes:
-        """The events after all sequences have ended, without ``[DONE]``."""
-        events = b"".join(self._event(sequence, {}, finish=sequence.finish) for sequence in self._finished)
-        if self.include_usage:
-            chunk = self._chunk(batch.sequences[0].rid, [])
-            chunk["usage"] = usage(batch.sequences, batch.samples)
-            events += b"data: " + orjson.dumps(chunk) + b"\n\n"
-        return events
-
-    def _chunk(self, rid: str, choices: list[Any]) -> dict[str, Any]:
-        return {
-            "id": rid,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._body.model,
-            "choices": choices,
-        }
-
-    def _event(
-        self,
-        sequence: Sequence,
-        delta: dict[str, Any],
-        logprobs: Any = None,
-        finish: dict[str, object] | None = None,
-        *,
-        usage_so_far: bool = False,
-    ) -> bytes:
-        choice = {
-            "index": sequence.index,
-            "delta": {"reasoning_content": None, **delta},
-            "logprobs": logprobs,
-            "finish_reason": finish and finish.get("type"),
-            "matched_stop": finish and finish.get("matched"),
-        }
-        chunk = self._chunk(sequence.rid, [choice])
-        if usage_so_far:
-            chunk["usage"] = usage([sequence], 1)
-        return b"data: " + orjson.dumps(chunk) + b"\n\n"
-
-    def _logprobs(self, sequence: Sequence, start: int) -> dict[str, Any]:
-        top = self._body.top_logprobs or 0
-        return {"content": [_chat_logprob(token, top) for token in sequence.text.ids[start : sequence.written]]}
-
-
-def chat_prompt(messages: list[bodies.Message], tools: list[Any] | None) -> Prompt:
+def chat_prompt(messages: list[bodies.Message], tools: list[Any] | None = None, system: Any = None) -> Prompt:
     """What the mock's chat template makes of a conversation."""
     parts = [f"<{entry.role}>{content_text(entry.content)}" for entry in messages]
+    if system:
+        parts.insert(0, f"<system>{content_text(system)}")
     if tools:
         parts.insert(0, orjson.dumps(tools).decode())
-    return Prompt("".join(parts) + "<assistant>")
+    parts.append("<assistant>")
+    return Prompt("".join(parts))
 
 
 def content_text(content: Any) -> str:
@@ -202,13 +48,259 @@ def content_text(content: Any) -> str:
     return orjson.dumps(content).decode()
 
 
-def _chat_logprob(token: int, top: int) -> dict[str, Any]:
-    return {
-        "token": word(token),
-        "bytes": list(word(token).encode()),
-        "logprob": logprob(token),
-        "top_logprobs": [
-            {"token": word(other), "bytes": list(word(other).encode()), "logprob": value}
-            for value, other in alternatives(token, top)
-        ],
-    }
+class ChatApi(Api):
+    """``POST /v1/chat/completions``."""
+
+    def __init__(self, body: bodies.Chat, mode: Mode) -> None:
+        super().__init__(mode)
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._body = body
+        self._created = int(time.time())
+        self._told: dict[int, int] = {}
+        self._over: list[Sequence] = []
+
+    @property
+    def stream(self) -> bool:
+        """Whether a stream is asked for."""
+        return self._body.stream
+
+    def batch(self) -> Batch:
+        """The sequences asked for."""
+        body = self._body
+        if not body.messages:
+            raise RequestError("Messages cannot be empty.")
+        prompt = Prompt(ids=tuple(body.input_ids)) if body.input_ids else chat_prompt(body.messages, body.tools)
+        limits = Limits(
+            body.max_completion_tokens or body.max_tokens,
+            stops(body.stop),
+            frozenset(body.stop_token_ids or ()),
+            body.ignore_eos,
+            body.no_stop_trim,
+            body.seed or 0,
+        )
+        temperature = 1.0 if body.temperature is None else body.temperature
+        return one(prompt, Sampling(limits, body.n, temperature), spread(body), None)
+
+    def answer(self, batch: Batch) -> bytes:
+        """The whole answer."""
+        return orjson.dumps(
+            {
+                "id": batch.sequences[0].rid,
+                "object": "chat.completion",
+                "created": self._created,
+                "model": self._body.model,
+                "choices": [self._choice(sequence) for sequence in batch.sequences],
+                "usage": usage(batch.sequences, batch.samples),
+                "metadata": metadata(batch),
+            }
+        )
+
+    def step(self, sequence: Sequence) -> bytes:
+        """The events for a sequence that has grown by a token, ended or failed."""
+        status = sequence.failure
+        if status is not None:
+            return failure_event(sequence, status)
+        begun = self._told.get(sequence.index)
+        events = self._event(sequence, {"role": "assistant", "content": ""}) if begun is None else b""
+        told = begun or 0
+        piece = "".join(sequence.text.pieces[told : sequence.written])
+        if piece or (self._body.logprobs and told < sequence.written):
+            events += self._event(sequence, {"content": piece}, told=told)
+        self._told[sequence.index] = sequence.written
+        if sequence.finish is not None:
+            self._over.append(sequence)
+        return events
+
+    def end(self, batch: Batch) -> bytes:
+        """The events after the last step."""
+        events = b"".join(self._event(sequence, {}, last=True) for sequence in self._over)
+        if self._include_usage:
+            chunk = self._chunk(batch.sequences[0].rid, [])
+            chunk["usage"] = usage(batch.sequences, batch.samples)
+            events += event(chunk)
+        return events + DONE
+
+    def _choice(self, sequence: Sequence) -> dict[str, Any]:
+        finish = sequence.finish or {}
+        return {
+            "index": sequence.index,
+            "message": {"role": "assistant", "content": sequence.so_far, "reasoning_content": None},
+            "logprobs": self._logprobs(sequence, 0),
+            "finish_reason": finish.get("type"),
+            "matched_stop": finish.get("matched"),
+        }
+
+    def _event(
+        self, sequence: Sequence, delta: dict[str, Any], *, told: int | None = None, last: bool = False
+    ) -> bytes:
+        finish = (sequence.finish if last else None) or {}
+        choice = {
+            "index": sequence.index,
+            "delta": {"reasoning_content": None, **delta},
+            "logprobs": None if told is None else self._logprobs(sequence, told),
+            "finish_reason": finish.get("type"),
+            "matched_stop": finish.get("matched"),
+        }
+        chunk = self._chunk(sequence.rid, [choice])
+        if told is not None and self._continuous_usage:
+            chunk["usage"] = usage([sequence])
+        return event(chunk)
+
+    def _chunk(self, rid: str, choices: list[Any]) -> dict[str, Any]:
+        return {
+            "id": rid,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._body.model,
+            "choices": choices,
+        }
+
+    def _logprobs(self, sequence: Sequence, told: int) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        top = self._body.top_logprobs or 0
+        return {
+            "content": [
+                {
+                    **_token(token, logprob(token)),
+                    "top_logprobs": [_token(other, value) for value, other in alternatives(token, top)],
+                }
+                for token in sequence.text.ids[told : sequence.written]
+            ]
+        }
+
+
+def _token(token: int, value: float) -> dict[str, Any]:
+    return {"token": word(token), "bytes": list(word(token).encode()), "logprob": value}
+
+
+class CompletionApi(Api):
+    """``POST /v1/completions``."""
+
+    def __init__(self, body: bodies.Completion, mode: Mode) -> None:
+        super().__init__(mode)
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._body = body
+        self._created = int(time.time())
+        self._told: dict[int, int] = {}
+
+    @property
+    def stream(self) -> bool:
+        """Whether a stream is asked for."""
+        return self._body.stream
+
+    def batch(self) -> Batch:
+        """The sequences asked for."""
+        body = self._body
+        if not body.prompt or (isinstance(body.prompt, list) and not any(body.prompt)):
+            raise RequestError("Prompt cannot be empty")
+        limits = Limits(
+            body.max_tokens,
+            stops(body.stop),
+            frozenset(body.stop_token_ids or ()),
+            body.ignore_eos,
+            body.no_stop_trim,
+            body.seed or 0,
+        )
+        sampling = Sampling(limits, body.n, body.temperature)
+        options = self._options()
+        prompts = prompts_of(body.prompt)
+        if isinstance(prompts, Prompt):
+            return one(prompts, sampling, spread(body), options)
+        return several(prompts, lambda _: sampling, spread(body), lambda _: options)
+
+    def answer(self, batch: Batch) -> bytes:
+        """The whole answer."""
+        answer = self._chunk(batch.sequences[0], [self._choice(sequence, 0) for sequence in batch.sequences])
+        answer["usage"] = usage(batch.sequences, batch.samples)
+        answer["metadata"] = metadata(batch)
+        return orjson.dumps(answer)
+
+    def step(self, sequence: Sequence) -> bytes:
+        """The events for a sequence that has grown by a token, ended or failed."""
+        status = sequence.failure
+        if status is not None:
+            return failure_event(sequence, status)
+        chunk = self._chunk(sequence, [self._choice(sequence, self._told.get(sequence.index, 0))])
+        chunk["usage"] = usage([sequence]) if self._continuous_usage else None
+        self._told[sequence.index] = sequence.written
+        return event(chunk)
+
+    def end(self, batch: Batch) -> bytes:
+        """The events after the last step."""
+        if not self._include_usage:
+            return DONE
+        total = usage(batch.sequences, batch.samples)
+        chunk = self._chunk(batch.sequences[0], [])
+        chunk["usage"] = {key: value for key, value in total.items() if value is not None}
+        return event(chunk) + DONE
+
+    def _options(self) -> LogprobOptions | None:
+        """The logprobs wanted: those of the prompt only with ``echo``."""
+        body = self._body
+        if body.logprobs is None:
+            return None
+        return LogprobOptions(0 if body.echo and body.logprobs else -1, body.logprobs, with_text=True)
+
+    def _chunk(self, sequence: Sequence, choices: list[Any]) -> dict[str, Any]:
+        return {
+            "id": sequence.rid,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._body.model,
+            "choices": choices,
+        }
+
+    def _choice(self, sequence: Sequence, told: int) -> dict[str, Any]:
+        body = self._body
+        finish = sequence.finish or {}
+        first = sequence.index not in self._told
+        text = "".join(sequence.text.pieces[told : sequence.written])
+        if body.echo and first:
+            text = sequence.prompt.as_text + text
+        choice: dict[str, Any] = {
+            "index": sequence.index,
+            "text": text,
+            "logprobs": self._logprobs(sequence, told, first=first),
+            "finish_reason": finish.get("type"),
+            "matched_stop": finish.get("matched"),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = sequence.text.ids[told : sequence.written]
+            if first:
+                choice["prompt_token_ids"] = [token for token, _ in sequence.prompt.tokens()]
+        return choice
+
+    def _logprobs(self, sequence: Sequence, told: int, *, first: bool) -> dict[str, Any] | None:
+        options = sequence.logprobs
+        if options is None:
+            return None
+        rows = logprobs.prompt(sequence, options) if first and self.mode is not Mode.DECODE else []
+        count = len(rows)
+        rows += [
+            logprobs.triple(logprob(token), token, options) for token in sequence.text.ids[told : sequence.written]
+        ]
+        tops = logprobs.top(rows, options, skip=1 if count else 0) if options.top else []
+        return {
+            "text_offset": [-1] * len(rows),
+            "token_logprobs": [row[0] for row in rows],
+            "tokens": [row[2] for row in rows],
+            "top_logprobs": [top and {text: value for value, _, text in top} for top in tops],
+        }
+
+
+def prompts_of(value: str | list[str] | list[int] | list[list[int]]) -> Prompt | list[Prompt]:
+    """The ``prompt`` field of the completions endpoint."""
+    if isinstance(value, str):
+        return Prompt(value)
+    if all(isinstance(entry, int) for entry in value):
+        return Prompt(ids=tuple(entry for entry in value if isinstance(entry, int)))
+    return [
+        Prompt(entry) if isinstance(entry, str) else Prompt(ids=tuple(entry))
+        for entry in value
+        if not isinstance(entry, int)
+    ]

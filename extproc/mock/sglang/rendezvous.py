@@ -5,28 +5,35 @@ The prefill listens on its bootstrap port. A decode opens one connection per pre
     decode → prefill   ``want <room> <digest>``   ``drop <room>``
     prefill → decode   ``done <room>``            ``fail <room> <reason>``
 
-The digest tells the prompts of the two legs apart: the engine checks nothing and writes nonsense, the mock fails both.
-``GET /health`` on the same port is answered like the engine's bootstrap server.
+What happens when a leg is missing, late, doubled or aborted is what was seen on 0.5.23; above all: a prefill that gives
+up tells nobody, and its decode waits on. The digest tells the prompts of the two legs apart: the engine does not check and
+writes nonsense, the mock fails both. ``GET /health`` on the port is answered like the engine's bootstrap server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from asyncio import Future, Transport
 
 DEFAULT_PORT = 8998
-_HTTP_OK = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 2\r\nconnection: close\r\n\r\nOK"
-)
+_TOMBSTONES = 10_000
+_MISMATCH = "mock: the two legs in this room have different prompts"
+_HTTP_OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 2\r\nconnection: close\r\n\r\nOK"
+OTHER_SIDE = "Failed due to an unknown reason from another rank"
+ABORTED = "Aborted by AbortReq."
 
 
 class TransferError(Exception):
     """The KV cache did not get across; the text is the engine's."""
+
+
+class UnreachableError(TransferError):
+    """Nobody listens on the bootstrap port."""
 
 
 class _Lines(asyncio.Protocol):
@@ -38,14 +45,12 @@ class _Lines(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("Transport", transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in {socket.AF_INET, socket.AF_INET6}:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self.line(line.decode())
+            self.line(line.decode("latin-1"))
 
     def line(self, line: str) -> None:
         raise NotImplementedError
@@ -55,17 +60,18 @@ class _Lines(asyncio.Protocol):
             self.transport.write(line.encode() + b"\n")
 
 
-# --- the prefill's side ------------------------------------------------------------------------------------------------
+# --- the prefill's side ---
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """Who is in a room: the prefill leg's future, the decode's connection, and the digests they brought."""
+    """Who is in a room: prefill legs, of which there should be one, and the decode."""
 
-    leg: Future[None] | None = None
-    leg_digest: int = 0
+    legs: list[Future[None]] = field(default_factory=list)
+    digest: int | None = None  # of the legs' prompt
     decode: _DecodePeer | None = None
-    decode_digest: int = 0
+    wanted: int | None = None  # the digest of the decode's prompt
+    abandoned: bool = False  # the decode was here and left
 
 
 class _DecodePeer(_Lines):
@@ -73,19 +79,19 @@ class _DecodePeer(_Lines):
 
     def __init__(self, host: Bootstrap) -> None:
         super().__init__()
-        self.rooms: set[int] = set()
         self._host = host
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A decode's process, or a health check, has connected."""
         super().connection_made(transport)
         self._host.peers.add(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._host.peers.discard(self)
-        for room in list(self.rooms):
-            self._host.decode_left(self, room)
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        """The decode's process has gone."""
+        self._host.decode_died(self)
 
     def line(self, line: str) -> None:
+        """A word from the decode."""
         word, *rest = line.split()
         if word == "want":
             self._host.decode_came(self, int(rest[0]), int(rest[1]))
@@ -102,6 +108,7 @@ class Bootstrap:
     def __init__(self) -> None:
         self.peers: set[_DecodePeer] = set()
         self.rooms: dict[int, _Room] = {}
+        self._dropped: dict[int, None] = {}  # rooms that a decode has left before a prefill leg came
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -119,66 +126,84 @@ class Bootstrap:
             peer.transport.abort()
 
     def enter(self, number: int, digest: int) -> Future[None]:
-        """A prefill leg waits in a room: done when a decode is there, TransferError if it cannot be."""
+        """A prefill leg waits in a room: done when a decode is there, TransferError if none will come."""
         future: Future[None] = asyncio.get_running_loop().create_future()
-        room = self.rooms.setdefault(number, _Room())
-        if room.leg is not None:
-            future.set_exception(TransferError("Duplicate or cancelled bootstrap room"))
+        if self._dropped.pop(number, 0) is None:
+            future.set_exception(TransferError(OTHER_SIDE))
             return future
-        room.leg, room.leg_digest = future, digest
-        self._meet(room)
+        room = self.rooms.setdefault(number, _Room())
+        room.legs.append(future)
+        room.digest = digest
+        self._meet(number, room)
         return future
 
     def transferred(self, number: int) -> None:
-        """The prefill leg has sent the KV cache: the decode goes on, the room is free again."""
-        room = self.rooms.pop(number, None)
-        if room is not None and room.decode is not None:
-            room.decode.rooms.discard(number)
-            room.decode.send(f"done {number}")
-
-    def leave(self, number: int, future: Future[None], reason: str) -> None:
-        """The prefill leg is over without a transfer."""
+        """A prefill leg has sent the KV cache: the decode goes on, the room is free again."""
         room = self.rooms.get(number)
-        if room is None or room.leg is not future:
-            return
-        del self.rooms[number]
-        if room.decode is not None:
-            room.decode.rooms.discard(number)
-            room.decode.send(f"fail {number} {reason}")
+        if room is not None and room.decode is not None:
+            room.decode.send(f"done {number}")
+            room.decode = None
+            self._forget_if_empty(number, room)
+
+    def leave(self, number: int, future: Future[None]) -> None:
+        """A prefill leg is over. A decode in the room is told nothing."""
+        room = self.rooms.get(number)
+        if room is not None and future in room.legs:
+            room.legs.remove(future)
+            self._forget_if_empty(number, room)
 
     def decode_came(self, peer: _DecodePeer, number: int, digest: int) -> None:
-        """A decode wants the KV cache of a room."""
+        """A decode wants the KV cache of a room. It takes the place of one that is there already."""
         room = self.rooms.setdefault(number, _Room())
-        if room.decode is not None:
-            peer.send(f"fail {number} Duplicate decode bootstrap room")
-            return
-        room.decode, room.decode_digest = peer, digest
-        peer.rooms.add(number)
-        self._meet(room)
+        room.decode, room.wanted, room.abandoned = peer, digest, False
+        self._meet(number, room)
 
     def decode_left(self, peer: _DecodePeer, number: int) -> None:
-        """A decode leg was aborted, or its process died."""
-        peer.rooms.discard(number)
+        """A decode leg was aborted."""
         room = self.rooms.get(number)
         if room is None or room.decode is not peer:
             return
-        del self.rooms[number]
-        if room.leg is not None and not room.leg.done():
-            room.leg.set_exception(TransferError("Aborted by AbortReq."))
+        room.decode, room.abandoned = None, True
+        if not room.legs:
+            self._dropped[number] = None
+            while len(self._dropped) > _TOMBSTONES:
+                del self._dropped[next(iter(self._dropped))]
+        for leg in room.legs:
+            if not leg.done():
+                leg.set_exception(TransferError(OTHER_SIDE))
+        self._forget_if_empty(number, room)
 
-    def _meet(self, room: _Room) -> None:
-        if room.leg is None or room.decode is None or room.leg.done():
+    def abandoned(self, number: int) -> bool:
+        """Whether the decode has left a room before it was served."""
+        room = self.rooms.get(number)
+        return room is not None and room.abandoned
+
+    def decode_died(self, peer: _DecodePeer) -> None:
+        """A decode's process has gone: nothing comes of the legs it was to meet."""
+        self.peers.discard(peer)
+        for number in [number for number, room in self.rooms.items() if room.decode is peer]:
+            self.decode_left(peer, number)
+
+    def _meet(self, number: int, room: _Room) -> None:
+        if room.decode is None or not room.legs:
             return
-        if room.leg_digest != room.decode_digest:
-            room.leg.set_exception(TransferError("mock: the two legs of this room have different prompts"))
-            return
-        room.leg.set_result(None)
+        same = room.digest == room.wanted
+        for leg in room.legs:
+            if not leg.done():
+                leg.set_result(None) if same else leg.set_exception(TransferError(_MISMATCH))
+        if not same:
+            room.decode.send(f"fail {number} {_MISMATCH}")
+            room.decode = None
+
+    def _forget_if_empty(self, number: int, room: _Room) -> None:
+        if not room.legs and room.decode is None:
+            self.rooms.pop(number, None)
 
 
-# --- the decode's side -------------------------------------------------------------------------------------------------
+# --- the decode's side ---
 
 
-class _PrefillPeer(_Lines):
+class PrefillPeer(_Lines):
     """The connection to one prefill's bootstrap port."""
 
     def __init__(self, owner: Prefills, address: tuple[str, int]) -> None:
@@ -187,7 +212,21 @@ class _PrefillPeer(_Lines):
         self._owner = owner
         self._address = address
 
+    def want(self, room: int, digest: int) -> Future[None]:
+        """Ask for the KV cache in a room; done when it is here. An earlier leg in the same room is never served."""
+        future: Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting[room] = future
+        self.send(f"want {room} {digest}")
+        return future
+
+    def drop(self, room: int, future: Future[None]) -> None:
+        """Ask no longer."""
+        if self.waiting.get(room) is future:
+            del self.waiting[room]
+            self.send(f"drop {room}")
+
     def line(self, line: str) -> None:
+        """The prefill says that a room's KV cache is sent, or will not be."""
         word, room, *reason = line.split(" ", 2)
         future = self.waiting.pop(int(room), None)
         if future is None or future.done():
@@ -197,71 +236,61 @@ class _PrefillPeer(_Lines):
         else:
             future.set_exception(TransferError(reason[0] if reason else ""))
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        """The prefill's process has gone."""
         self._owner.lost(self._address, self)
 
 
 class Prefills:
-    """A decode's connections to the prefills it was sent to. ``death_delay``: seconds until a dead one is noticed."""
+    """A decode's connections to the prefills it was sent to."""
 
-    def __init__(self, death_delay: float) -> None:
+    def __init__(self, death_delay: float, connect_patience: float) -> None:
         self._death_delay = death_delay
-        self._peers: dict[tuple[str, int], asyncio.Task[_PrefillPeer]] = {}
+        self._connect_patience = connect_patience
+        self._peers: dict[tuple[str, int], asyncio.Task[PrefillPeer]] = {}
 
-    async def want(self, host: str, port: int, room: int, digest: int) -> None:
-        """Return when the KV cache is here; raises TransferError, or OSError if nobody listens there."""
-        address = (host, port)
+    async def peer(self, address: tuple[str, int]) -> PrefillPeer:
+        """The connection to ``address``; raises UnreachableError when nobody has listened there for too long."""
         task = self._peers.get(address)
         if task is None:
             task = self._peers[address] = asyncio.get_running_loop().create_task(self._connect(address))
-        try:
-            peer = await asyncio.shield(task) if not task.done() else task.result()
-        except OSError:
-            if self._peers.get(address) is task:
-                del self._peers[address]
-            raise
-        if room in peer.waiting:
-            raise TransferError("Duplicate decode bootstrap room")
-        future: Future[None] = asyncio.get_running_loop().create_future()
-        peer.waiting[room] = future
-        peer.send(f"want {room} {digest}")
-        try:
-            await future
-        except asyncio.CancelledError:
-            if peer.waiting.get(room) is future:
-                del peer.waiting[room]
-                peer.send(f"drop {room}")
-            raise
+        return task.result() if task.done() else await asyncio.shield(task)
 
-    def lost(self, address: tuple[str, int], peer: _PrefillPeer) -> None:
-        """The prefill's process has gone: the engine's heartbeat notices after a while."""
+    def lost(self, address: tuple[str, int], peer: PrefillPeer) -> None:
+        """A prefill's process has gone: the engine's heartbeat notices only after a while."""
         self._peers.pop(address, None)
         if peer.waiting:
-            asyncio.get_running_loop().call_later(self._death_delay, _fail_all, address, dict(peer.waiting))
+            where = f"{address[0]}:{address[1]}"
+            asyncio.get_running_loop().call_later(self._death_delay, _fail_all, where, dict(peer.waiting))
             peer.waiting.clear()
 
     async def stop(self) -> None:
         """Close every connection."""
-        for task in list(self._peers.values()):
+        tasks, self._peers = list(self._peers.values()), {}
+        for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().transport.abort()
             else:
                 task.cancel()
-        await asyncio.gather(*self._peers.values(), return_exceptions=True)
-        self._peers.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _connect(self, address: tuple[str, int]) -> _PrefillPeer:
+    async def _connect(self, address: tuple[str, int]) -> PrefillPeer:
         host = address[0].removeprefix("[").removesuffix("]")
         loop = asyncio.get_running_loop()
-        _, peer = await loop.create_connection(lambda: _PrefillPeer(self, address), host, address[1])
-        return peer
+        deadline = loop.time() + self._connect_patience
+        while True:
+            try:
+                _, peer = await loop.create_connection(lambda: PrefillPeer(self, address), host, address[1])
+            except OSError:
+                if loop.time() >= deadline:
+                    self._peers.pop(address, None)
+                    raise UnreachableError(ABORTED) from None
+                await asyncio.sleep(self._connect_patience / 15)
+            else:
+                return peer
 
 
-def _fail_all(address: tuple[str, int], waiting: dict[int, Future[None]]) -> None:
-    for room, future in waiting.items():
+def _fail_all(address: str, waiting: dict[int, Future[None]]) -> None:
+    for future in waiting.values():
         if not future.done():
-            future.set_exception(
-                TransferError(
-                    f"Lost connection with prefill instance (bootstrap_addr: {address[0]}:{address[1]}) {room}"
-                )
-            )
+            future.set_exception(TransferError(f"Lost connection with prefill instance (bootstrap_addr: {address})"))

@@ -1,36 +1,49 @@
-"""The SGLang mock worker: which path does what."""
+"""The SGLang mock worker: an engine behind a port, and which path leads where."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
-import orjson
-from pydantic import BaseModel, ValidationError
-
-from extproc.mock.faults import Fault, Rule
-from extproc.mock.http_server import TEXT, Exchange
 from extproc.mock.sglang import bodies
-from extproc.mock.sglang.batch import Spread, several, single
-from extproc.mock.sglang.engine import Batch, CrashError, Engine, EngineError, Mode, Pace, Sequence
-from extproc.mock.sglang.openai import DONE, Api, ChatApi, error_body, error_event
+from extproc.mock.sglang.anthropic import MessagesApi, error_reply
+from extproc.mock.sglang.api import Api, InvalidBodyError, Reply, error, parse, parse_v1
+from extproc.mock.sglang.control import Control
+from extproc.mock.sglang.engine import CrashError, Engine, Mode, Pace, Patience
+from extproc.mock.sglang.info import Identity
+from extproc.mock.sglang.native import GenerateApi
+from extproc.mock.sglang.openai import ChatApi, CompletionApi
+from extproc.mock.sglang.responses import ResponsesApi
+from extproc.mock.sglang.runner import Runner, send
 from extproc.mock.worker import MockWorker
 
-Body = TypeVar("Body", bound=BaseModel)
+if TYPE_CHECKING:
+    from extproc.mock.faults import Fault, Rule
+    from extproc.mock.http_server import Exchange
+
 _MODES = {"prefill": Mode.PREFILL, "decode": Mode.DECODE, "regular": Mode.REGULAR}
+_CORS = (("vary", "Origin"),)
 
 
 class SglangMock(MockWorker):
     """A strict mock of one SGLang process.
 
-    ``role`` is ``prefill``, ``decode`` or ``regular`` (an aggregated worker). ``tokens`` is the length of an answer that
-    nothing limits; delays are in seconds. ``death_delay``: how long a decode takes to notice that its prefill died.
-    ``connect_timeout``: how long it tries a bootstrap port where nobody listens. ``wait_timeout``: how long a leg waits
-    for the other one.
+    ``role`` is ``prefill``, ``decode`` or ``regular`` (an aggregated worker); ``tokens`` the length of an answer that
+    nothing limits. Times are in seconds: ``first_token_delay`` is the prefill's work, ``health_delay`` what ``/health``
+    takes (1 s on the real engine); for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``.
     """
 
-    inference_paths = frozenset({"/v1/chat/completions"})
+    inference_paths = frozenset(
+        {
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/generate",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/responses",
+            "/v1/rerank",
+        }
+    )
 
     def __init__(
         self,
@@ -43,6 +56,7 @@ class SglangMock(MockWorker):
         tokens: int = 16,
         first_token_delay: float = 0.0,
         token_delay: float = 0.0,
+        health_delay: float = 0.0,
         death_delay: float = 2.5,
         connect_timeout: float = 15.0,
         wait_timeout: float = 300.0,
@@ -56,17 +70,26 @@ class SglangMock(MockWorker):
         self.role = role
         self.model = model
         self.bootstrap_port = bootstrap_port
-        self.pace = Pace(first_token_delay, token_delay, tokens)
-        self.engine = Engine(
-            _MODES[role], death_delay=death_delay, connect_timeout=connect_timeout, wait_timeout=wait_timeout
-        )
-        self._routes: dict[tuple[str, str], Callable[[Exchange], Awaitable[None]]] = {
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("GET", "/health"): self._health,
-            ("GET", "/v1/models"): self._models,
+        self.engine = Engine(_MODES[role], Patience(death_delay, connect_timeout, wait_timeout))
+        self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens))
+        self._control = Control(self.engine, self._identity, health_delay)
+        self._routes = {
+            **self._control.routes(),
+            "/v1/chat/completions": ("POST", self._model(bodies.Chat, ChatApi)),
+            "/v1/completions": ("POST", self._model(bodies.Completion, CompletionApi)),
+            "/generate": ("POST, PUT", self._model(bodies.Generate, GenerateApi)),
+            "/v1/messages": ("POST", self._model(bodies.Messages, MessagesApi)),
+            "/v1/responses": ("POST", self._model(bodies.Responses, ResponsesApi)),
         }
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    @property
+    def pace(self) -> Pace:
+        """How fast tokens come; may be replaced while the mock runs."""
+        return self._runner.pace
+
+    @pace.setter
+    def pace(self, pace: Pace) -> None:
+        self._runner.pace = pace
 
     async def _open(self) -> None:
         if self.engine.mode is Mode.PREFILL:
@@ -79,117 +102,43 @@ class SglangMock(MockWorker):
     def _kill(self) -> None:
         self.engine.bootstrap.stop()
 
-    # --- requests --------------------------------------------------------------------------------------------------
+    def _identity(self) -> Identity:
+        return Identity(self.engine.mode, self.model, self.host, self.port, self.bootstrap_port)
 
     async def _handle(self, exchange: Exchange) -> None:
-        route = self._routes.get((exchange.record.method, exchange.record.path))
+        record = exchange.record
+        methods, route = self._routes.get(record.path, ("", None))
+        if route is None and record.path.startswith("/v1/models/"):
+            methods, route = "GET", self._control.one_model
         if route is None:
             await exchange.reply(404, b'{"detail":"Not Found"}')
-            return
-        try:
-            await route(exchange)
-        except CrashError:
-            self.crash()
+        elif record.method not in methods.split(", "):
+            await exchange.reply(405, b'{"detail":"Method Not Allowed"}', headers=[("allow", methods)])
+        else:
+            try:
+                await route(exchange)
+            except InvalidBodyError as problem:
+                await send(exchange, _invalid(record.path, problem))
+            except CrashError:
+                self.crash()
 
-    async def _health(self, exchange: Exchange) -> None:
-        await exchange.reply(200, b"", None)
+    def _model(self, kind: type[Any], api: Callable[[Any, Mode], Api]) -> Callable[[Exchange], Awaitable[None]]:
+        """The handler of a path that runs the model: ``kind`` is its body, ``api`` words its answers."""
+        read: Callable[[type[Any], Any], Any] = parse_v1
 
-    async def _models(self, exchange: Exchange) -> None:
-        card = {
-            "id": self.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "sglang",
-            "root": self.model,
-            "parent": None,
-            "max_model_len": 131072,
-        }
-        await exchange.reply(200, orjson.dumps({"object": "list", "data": [card]}))
+        async def handle(exchange: Exchange) -> None:
+            record = exchange.record
+            body = parse(kind, record.body) if kind is bodies.Generate else read(kind, record)
+            await self._runner.run(exchange, api(body, self.engine.mode))
 
-    async def _chat(self, exchange: Exchange) -> None:
-        body = await self._parse(exchange, bodies.Chat)
-        if body is None:
-            return
-        if not body.messages:
-            await self._refuse(exchange, EngineError(400, "Messages cannot be empty."))
-            return
-        spread = Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
-        sampling = ChatApi.sampling(body)
-        prompt = ChatApi.prompt(body)
-        try:
-            if body.n == 1:
-                batch = single(prompt, sampling, spread, None)
-            else:
-                batch = several([prompt], lambda _: sampling, spread, lambda _: None)
-            await self._generate(exchange, ChatApi(body), batch, stream=body.stream)
-        except EngineError as error:
-            await self._refuse(exchange, error)
+        return handle
 
-    async def _generate(self, exchange: Exchange, api: Api, batch: Batch, *, stream: bool) -> None:
-        """Run a batch and word the answer; raises EngineError while no byte has been sent."""
-        self.engine.admit(batch)
-        pace = self._pace(exchange.fault)
-        try:
-            if stream:
-                await self._stream(exchange, api, batch, pace)
-                return
-            if batch.single:
-                await self.engine.complete(batch.sequences[0], pace)
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for sequence in batch.sequences:
-                        group.create_task(self.engine.complete(sequence, pace))
-            await exchange.reply(200, api.answer(batch))
-        finally:
-            self.engine.release(batch)
 
-    async def _stream(self, exchange: Exchange, api: Api, batch: Batch, pace: Pace) -> None:
-        try:
-            async for sequence in self._steps(batch, pace):
-                if not exchange.started:
-                    await exchange.start()
-                await exchange.chunk(api.step(sequence))
-            end = api.end(batch)
-        except EngineError as error:
-            await exchange.start()
-            end = error_event(error.message, "InternalServerError", error.status)
-        await exchange.chunk(end + DONE)
-        await exchange.finish()
-
-    async def _steps(self, batch: Batch, pace: Pace) -> AsyncIterator[Sequence]:
-        if batch.single:
-            async for sequence in self.engine.run(batch.sequences[0], pace):
-                yield sequence
-            return
-        runs = [self.engine.run(sequence, pace) for sequence in batch.sequences]
-        while runs:
-            for run in list(runs):
-                try:
-                    yield await anext(run)
-                except StopAsyncIteration:
-                    runs.remove(run)
-
-    def _pace(self, fault: Fault | None) -> Pace:
-        if fault is None:
-            return self.pace
-        first, token, tokens = fault.delay_first_token, fault.delay_token, fault.tokens
-        return Pace(
-            self.pace.first_token if first is None else first,
-            self.pace.token if token is None else token,
-            self.pace.tokens if tokens is None else tokens,
-        )
-
-    async def _parse(self, exchange: Exchange, kind: type[Body]) -> Body | None:
-        try:
-            data: Any = orjson.loads(exchange.record.body)
-            return kind.model_validate(data)
-        except orjson.JSONDecodeError as error:
-            message = str(error)
-        except ValidationError as error:
-            message = str(error)
-        await exchange.reply(400, orjson.dumps(error_body(message, "Bad Request", 400)))
-        return None
-
-    async def _refuse(self, exchange: Exchange, error: EngineError) -> None:
-        kind = "BadRequestError" if error.status == 400 else str(error.status)
-        await exchange.reply(error.status, orjson.dumps(error_body(error.message, kind, error.status)))
+def _invalid(path: str, problem: InvalidBodyError) -> Reply:
+    """What a path says to a body that is no request for it."""
+    if path.startswith("/v1/messages"):
+        return error_reply(400, "invalid_request_error", problem.digest)
+    if path.startswith("/v1/responses"):
+        detail = {"message": str(problem), "type": "Bad Request", "param": None, "code": 400}
+        return Reply.json(400, {"error": detail})
+    return Reply.json(400, error(str(problem), "Bad Request", 400))

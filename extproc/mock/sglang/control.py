@@ -1,0 +1,136 @@
+"""The engine's requests that run nothing on the model: what it is, how it fares, aborts, counting, ranking."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+import orjson
+
+from extproc.mock.http_server import TEXT, Exchange
+from extproc.mock.sglang import bodies, info
+from extproc.mock.sglang.api import Reply, error, parse, parse_v1
+from extproc.mock.sglang.openai import chat_prompt
+from extproc.mock.sglang.runner import send
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from extproc.mock.sglang.engine import Engine
+
+_FLUSHED = (
+    b"Cache flushed.\nPlease check backend logs for more details. "
+    b"(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+
+class Control:
+    """These requests of one engine. ``health_delay``: seconds that ``/health`` takes (the engine generates a token)."""
+
+    def __init__(self, engine: Engine, identity: Callable[[], info.Identity], health_delay: float) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._health_delay = health_delay
+
+    def routes(self) -> dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]]:
+        """Path to methods and handler."""
+        return {
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
+            "/v1/rerank": ("POST, PUT", self._rerank),
+            "/abort_request": ("POST", self._abort),
+            "/flush_cache": ("GET, POST", self._flush_cache),
+            "/health": ("GET", self._health),
+            "/health_generate": ("GET", self._health),
+            "/ready": ("GET", self._empty),
+            "/ping": ("GET", self._empty),
+            "/": ("GET, HEAD", self._root),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            "/model_info": ("GET", self._model_info),
+            "/get_model_info": ("GET", self._model_info),
+            "/server_info": ("GET", self._server_info),
+            "/get_server_info": ("GET", self._server_info),
+            "/v1/loads": ("GET", self._loads),
+        }
+
+    async def one_model(self, exchange: Exchange) -> None:
+        """``GET /v1/models/{name}``."""
+        card = self._identity().model_card()
+        name = exchange.record.path.removeprefix("/v1/models/")
+        if name == card["id"]:
+            await send(exchange, Reply.json(200, card))
+            return
+        problem = {
+            "message": f"The model '{name}' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        await send(exchange, Reply.json(404, {"error": problem}))
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        body = parse_v1(bodies.CountTokens, exchange.record)
+        count = chat_prompt(body.messages, body.tools, body.system).length
+        await send(exchange, Reply.json(200, {"input_tokens": count}))
+
+    async def _rerank(self, exchange: Exchange) -> None:
+        """As an engine that serves a reranker; one with a chat model answers 400."""
+        body = parse_v1(bodies.Rerank, exchange.record)
+        if not body.query or not body.documents:
+            message = "Query cannot be empty" if not body.query else "Documents cannot be empty"
+            await send(exchange, Reply.json(400, error(message, "BadRequestError", 400)))
+            return
+        await send(exchange, Reply.json(200, _ranked(body)))
+
+    async def _abort(self, exchange: Exchange) -> None:
+        body = parse(bodies.Abort, exchange.record.body)
+        if body.rid or body.abort_all:
+            self._engine.abort(body.rid or "", everything=body.abort_all)
+        await self._empty(exchange)
+
+    async def _flush_cache(self, exchange: Exchange) -> None:
+        await exchange.reply(200, _FLUSHED, TEXT)
+
+    async def _health(self, exchange: Exchange) -> None:
+        if self._health_delay:
+            await asyncio.sleep(self._health_delay)
+        await self._empty(exchange)
+
+    async def _empty(self, exchange: Exchange) -> None:
+        await exchange.reply(200, b"", None)
+
+    async def _root(self, exchange: Exchange) -> None:
+        await exchange.reply(200, b'"SGLang is running"')
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.reply(200, info.metrics(len(self._engine.live), self._engine.admitted), TEXT)
+
+    async def _models(self, exchange: Exchange) -> None:
+        await send(exchange, Reply.json(200, {"object": "list", "data": [self._identity().model_card()]}))
+
+    async def _model_info(self, exchange: Exchange) -> None:
+        await send(exchange, Reply.json(200, self._identity().model_info()))
+
+    async def _server_info(self, exchange: Exchange) -> None:
+        await send(exchange, Reply.json(200, self._identity().server_info(len(self._engine.live))))
+
+    async def _loads(self, exchange: Exchange) -> None:
+        wanted = ",".join(parse_qs(exchange.record.query).get("include", []))
+        include = {section.strip() for section in wanted.split(",") if section.strip()}
+        await send(exchange, Reply.json(200, self._identity().loads(len(self._engine.live), include)))
+
+
+def _ranked(body: bodies.Rerank) -> list[dict[str, Any]]:
+    """Scores that depend on query and document alone, best first."""
+    scored: list[dict[str, Any]] = [
+        {
+            "score": (zlib.crc32(orjson.dumps([body.query, document])) % 1000) / 1000,
+            "document": document if body.return_documents else None,
+            "index": index,
+        }
+        for index, document in enumerate(body.documents)
+    ]
+    scored.sort(key=lambda entry: -float(entry["score"]))
+    return scored[: body.top_n]
