@@ -1,4 +1,7 @@
-"""Fast stand-in engines for the benchmark: SGLang's answers without its rules, in one process of little cost.
+"""Fast stand-in engines for the benchmark: SGLang's answers without its checks, in one process of little cost.
+
+A decode worker answers when the prefill leg with the same room has arrived as a whole, as on real engines; a leg
+without a room is answered at once.
 
 ``python -m bench.worker`` serves prefill and decode workers on free ports and prints them as one JSON line. A stream
 comes as an engine sends it: every ``--step-ms`` one decode step hands one token to every running stream, unless the
@@ -10,14 +13,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
 from bench.prompts import MODEL, Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CHUNKS: Final = 200
 _MAX_HEAD = 64 * 1024
@@ -63,6 +70,7 @@ def _response(body: bytes, status: bytes = b"200 OK", content_type: bytes = b"ap
     )  # fmt: skip
 
 
+_ROOM = re.compile(rb'"bootstrap_room":(\d+)')
 _NOT_FOUND = _response(b'{"detail":"Not Found"}', b"404 Not Found")
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -112,12 +120,36 @@ class DecodeSteps:
             self._schedule(due)
 
 
+class Rooms:
+    """Where a decode leg waits for the prefill leg of its room."""
+
+    def __init__(self) -> None:
+        self._prefilled: set[bytes] = set()
+        self._waiting: dict[bytes, Callable[[], None]] = {}
+
+    def prefilled(self, room: bytes) -> None:
+        """The room's prefill leg has arrived."""
+        if answer := self._waiting.pop(room, None):
+            answer()
+        else:
+            self._prefilled.add(room)
+
+    def when_prefilled(self, room: bytes, answer: Callable[[], None]) -> None:
+        """Call ``answer`` as soon as the room's prefill leg has arrived."""
+        if room in self._prefilled:
+            self._prefilled.remove(room)
+            answer()
+        else:
+            self._waiting[room] = answer
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
     """One worker: its role, its prepared answers, its counts."""
 
     role: str
     steps: dict[Answer, DecodeSteps]
+    rooms: Rooms
     counts: Counts = field(default_factory=Counts)
     chat: bytes = b""
     events: list[bytes] = field(default_factory=list)
@@ -221,8 +253,22 @@ class Connection(asyncio.Protocol):
         counts = self._engine.counts
         counts.legs += 1
         counts.body_bytes += body.size
-        counts.handoffs += b'"bootstrap_room"' in body.first or b'"bootstrap_room"' in body.last
-        if b'"stream":true' in (ends := (body.first + body.last).replace(b" ", b"")):
+        ends = (body.first + body.last).replace(b" ", b"")
+        room = _ROOM.search(ends)
+        if room is None:
+            self._answer(ends)
+            return
+        counts.handoffs += 1
+        if self._engine.role == "decode":
+            self._engine.rooms.when_prefilled(room[1], partial(self._answer, ends))
+        else:
+            self._answer(ends)
+            self._engine.rooms.prefilled(room[1])
+
+    def _answer(self, ends: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        if b'"stream":true' in ends:
             self._transport.write(_STREAM_HEAD)
             burst = b'"user":"%s"' % Answer.BURST.value.encode() in ends
             self._engine.steps[Answer.BURST if burst else Answer.PACED].add(self)
@@ -298,10 +344,11 @@ class Body:
 async def serve(prefill: int, decode: int, step: float) -> dict[str, list[int]]:
     """Start the workers on free loopback ports; returns the ports by role."""
     loop = asyncio.get_running_loop()
+    rooms = Rooms()
     ports: dict[str, list[int]] = {"prefill": [], "decode": []}
     for role, number in (("prefill", prefill), ("decode", decode)):
         for _ in range(number):
-            engine = Engine(role, {Answer.PACED: DecodeSteps(step), Answer.BURST: DecodeSteps(0)})
+            engine = Engine(role, {Answer.PACED: DecodeSteps(step), Answer.BURST: DecodeSteps(0)}, rooms)
             server = await loop.create_server(partial(Connection, engine), "127.0.0.1", 0, backlog=1024)
             ports[role].append(server.sockets[0].getsockname()[1])
     return ports

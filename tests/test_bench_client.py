@@ -23,8 +23,10 @@ STREAM = b"".join(worker.stream_events("decode"))
 
 
 @asynccontextmanager
-async def engine(role: str = "decode") -> AsyncIterator[tuple[worker.Engine, int]]:
-    one = worker.Engine(role, {Answer.PACED: worker.DecodeSteps(0.0001), Answer.BURST: worker.DecodeSteps(0)})
+async def engine(role: str = "decode", rooms: worker.Rooms | None = None) -> AsyncIterator[tuple[worker.Engine, int]]:
+    one = worker.Engine(
+        role, {Answer.PACED: worker.DecodeSteps(0.0001), Answer.BURST: worker.DecodeSteps(0)}, rooms or worker.Rooms()
+    )
     server = await asyncio.get_running_loop().create_server(partial(worker.Connection, one), "127.0.0.1", 0)
     async with server:
         yield one, server.sockets[0].getsockname()[1]
@@ -60,6 +62,35 @@ async def test_every_case_is_answered_as_expected_and_counted(case):
     assert one.counts.body_bytes > 7 * case.prompt_bytes
     assert one.counts.handoffs == 0
     assert all(0 < first <= whole for first, whole in zip(load.first_bytes, load.latencies, strict=True))
+
+
+@pytest.mark.parametrize("prefill_first", [True, False])
+async def test_a_decode_leg_is_answered_when_its_prefill_leg_has_come(prefill_first):
+    rooms = worker.Rooms()
+    body = b'{"messages":[],"bootstrap_room":77}'
+    async with engine("prefill", rooms) as (prefill, prefill_port), engine("decode", rooms) as (decode, decode_port):
+        first = await LoadGenerator(prefill_port, worker.chat_answer("prefill")).open(1)
+        second = await LoadGenerator(decode_port, CHAT).open(1)
+        if prefill_first:
+            assert (await first.run(iter([body]), 1, limit=5)).requests == 1
+            answered = await second.run(iter([body]), 1, limit=5)
+        else:
+            waiting = asyncio.ensure_future(second.run(iter([body]), 1, limit=5))
+            while not decode.counts.legs:
+                await asyncio.sleep(0)
+            assert (await first.run(iter([body]), 1, limit=5)).requests == 1
+            answered = await waiting
+        first.close()
+        second.close()
+    assert answered.requests == prefill.counts.handoffs == decode.counts.handoffs == 1
+
+
+async def test_a_decode_leg_whose_prefill_leg_does_not_come_is_not_answered():
+    async with engine() as (one, port):
+        generator = await LoadGenerator(port, CHAT).open(1)
+        load = await generator.run(iter([b'{"messages":[],"bootstrap_room":77}']), 1, limit=0.1)
+    assert one.counts.handoffs == 1
+    assert load.failures == {"not answered": 1}
 
 
 async def test_a_prefill_answer_is_a_wrong_answer():
