@@ -13,6 +13,7 @@ from yarl import URL
 
 from extproc.workers.worker import Worker
 
+_CONNECT_LIMIT = 2.0  # seconds, as Envoy's for workers
 _ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
 
 
@@ -67,18 +68,21 @@ class WorkerClient:
         headers = {"host": worker.url.authority, "accept": "*/*"}
         if worker.api_key:
             headers["authorization"] = f"Bearer {worker.api_key}"
+        timeout = aiohttp.ClientTimeout(total=within, sock_connect=min(_CONNECT_LIMIT, within * 0.8))
         secure = worker.url.scheme == "https"
         try:
             async with session.get(
                 url,
                 headers=headers,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=within),
+                timeout=timeout,
                 ssl=(self._tls or True) if secure else True,
                 server_hostname=worker.url.host if secure else None,
             ) as response:
                 body = await _read(response)
                 return Answer(response.status, response.headers.get("content-type", ""), body)
+        except aiohttp.ConnectionTimeoutError:
+            raise UnreachableError(f"GET {path}: no connection within {timeout.sock_connect:g} s") from None
         except TimeoutError:
             raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
