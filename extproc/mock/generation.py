@@ -19,6 +19,7 @@ _PIECE = 4
 _STORY = 65_536
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvwyz" for vowel in "aeio"]
 WORDS = [f" {first}{second}" for first in _SYLLABLES for second in _SYLLABLES]
+WORDS[END_OF_TEXT] = ""
 
 
 @cache
@@ -29,8 +30,6 @@ def _story() -> list[int]:
 
 def word(token: int) -> str:
     """A token's text; ids outside the vocabulary read as the replacement character."""
-    if token == END_OF_TEXT:
-        return ""
     return WORDS[token] if 0 <= token < VOCABULARY else "\N{REPLACEMENT CHARACTER}"
 
 
@@ -88,7 +87,7 @@ class Text:
     ids: list[int]
     pieces: list[str]
     finish: dict[str, object] = field(default_factory=dict)  # the engine's finish_reason object
-    first: int = END_OF_TEXT  # the token that a prefill writes, also where the limits allow none
+    first: int = END_OF_TEXT  # the token that a prefill writes, even where the limits allow none
 
 
 def write(prompt: Prompt, limits: Limits, natural_length: int) -> Text:
@@ -102,7 +101,7 @@ def write(prompt: Prompt, limits: Limits, natural_length: int) -> Text:
     else:
         ids = [*_read(start, natural_length - 1), END_OF_TEXT]
         finish = {"type": "stop", "matched": END_OF_TEXT}
-    pieces = [word(token) for token in ids]
+    pieces = [WORDS[token] for token in ids]
     if limits.stop or limits.stop_token_ids:
         ids, pieces, finish = _stopped(ids, pieces, finish, limits)
     return Text(ids, pieces, finish, ids[0] if ids else _story()[start])

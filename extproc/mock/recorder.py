@@ -31,6 +31,7 @@ class Record:
     method: str
     target: str
     headers: list[tuple[str, str]]  # names in lower case, in the order received
+    named: dict[str, str]  # the same by name; of several with one name, the last
     inference: bool  # a POST that the engine runs on the model, as opposed to probes and administration
     arrived: float = field(default_factory=time.time)
     body: bytes = b""
@@ -57,8 +58,8 @@ class Record:
         return orjson.loads(self.body)
 
     def header(self, name: str, default: str | None = None) -> str | None:
-        """The first value of the header; ``name`` in lower case."""
-        return next((value for key, value in self.headers if key == name), default)
+        """The header's value; ``name`` in lower case."""
+        return self.named.get(name, default)
 
     def as_json(self) -> dict[str, Any]:
         """For ``GET /_mock/requests``; the body as text, undecodable bytes replaced."""

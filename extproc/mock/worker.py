@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
+from extproc.mock.exchange import TEXT, Exchange
 from extproc.mock.faults import Fault, FaultError, Faults, Rule
-from extproc.mock.http_server import TEXT, Exchange, HttpServer
+from extproc.mock.http_server import HttpServer
 from extproc.mock.recorder import Outcome, Record, Recorder
 
 if TYPE_CHECKING:

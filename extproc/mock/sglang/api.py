@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from extproc.mock.http_server import JSON, TEXT
+from extproc.mock.exchange import JSON, TEXT
 from extproc.mock.sglang.engine import Batch, Mode, Sequence
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Api(ABC):
     @abstractmethod
     def stream(self) -> bool:
         """Whether a stream is asked for."""
+
+    def objection(self) -> Reply | None:
+        """What the engine refuses before anything else, also in a stream."""
+        return None
 
     @abstractmethod
     def batch(self) -> Batch:
@@ -115,8 +120,9 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def failure_event(sequence: Sequence, status: int) -> bytes:
-    """How the OpenAI endpoints tell of a failure in a stream, whose status is 200 then."""
-    return event({"error": error(sequence.message, HTTPStatus(status).name, status)})
+    """How the OpenAI endpoints tell of a failure in a stream, whose status is 200 then; with spaces, as there."""
+    problem = json.dumps({"error": error(sequence.message, HTTPStatus(status).name, status)})
+    return b"data: " + problem.encode() + b"\n\n"
 
 
 def usage(sequences: Iterable[Sequence], samples: int = 1) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from extproc.mock.http_server import TEXT, Exchange
+from extproc.mock.exchange import TEXT, Exchange
 from extproc.mock.sglang import bodies, info
 from extproc.mock.sglang.api import Reply, error, parse, parse_v1
 from extproc.mock.sglang.openai import chat_prompt

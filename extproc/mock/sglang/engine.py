@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-import uuid
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from extproc.mock.generation import Limits, Prompt, Text, write
+from extproc.mock.generation import Limits, Prompt, Text, word, write
 from extproc.mock.sglang.rendezvous import (
     ABORTED,
     DEFAULT_PORT,
@@ -182,7 +182,7 @@ class Engine:
     async def run(self, sequence: Sequence, pace: Pace) -> AsyncIterator[Sequence]:
         """Write a sequence; yields it after every token, the last time with its ``finish``."""
         if await self._begin(sequence, pace):
-            total = self._total(sequence)
+            total = len(sequence.text.ids)
             for count in range(1, total + 1):
                 if count > 1:
                     await self._sleep(sequence, pace.token)
@@ -198,7 +198,7 @@ class Engine:
         """Write a sequence without stopping on the way."""
         if not await self._begin(sequence, pace):
             return
-        total = self._total(sequence)
+        total = len(sequence.text.ids)
         if pace.token and total > 1:
             loop = asyncio.get_running_loop()
             begun = loop.time()
@@ -210,17 +210,15 @@ class Engine:
 
     async def _begin(self, sequence: Sequence, pace: Pace) -> bool:
         """Everything before the first token; False: there will be none."""
-        sequence.text = write(sequence.prompt, sequence.limits, pace.tokens)
+        text = write(sequence.prompt, sequence.limits, pace.tokens)
+        # a prefill leg writes the first token, whatever the limits say
+        sequence.text = Text([text.first], [word(text.first)]) if self.mode is Mode.PREFILL else text
         if self.mode is Mode.REGULAR:
             if pace.first_token:
                 await self._sleep(sequence, pace.first_token)
         else:
             await self._hand_off(sequence, pace)
         return sequence.finish is None
-
-    def _total(self, sequence: Sequence) -> int:
-        """A prefill leg writes the first token, whatever the limits say."""
-        return 1 if self.mode is Mode.PREFILL else len(sequence.text.ids)
 
     def _end(self, sequence: Sequence) -> None:
         if self._stopped(sequence):
@@ -269,25 +267,23 @@ class Engine:
         if host == FAKE_HOST:
             return
         try:
-            async with asyncio.timeout(self._patience.wait):
-                if self.mode is Mode.PREFILL:
-                    await self._send_kv(sequence, number, pace)
-                else:
-                    address = (str(host), port if isinstance(port, int) else DEFAULT_PORT)
-                    await self._receive_kv(sequence, address, number)
-        except (TransferError, TimeoutError) as error:
+            if self.mode is Mode.PREFILL:
+                await self._send_kv(sequence, number, pace)
+            else:
+                address = (str(host), port if isinstance(port, int) else DEFAULT_PORT)
+                await self._receive_kv(sequence, address, number)
+        except TransferError as error:
             self._fail(sequence, number, error)
 
-    def _fail(self, sequence: Sequence, number: int, error: Exception) -> None:
+    def _fail(self, sequence: Sequence, number: int, error: TransferError) -> None:
         if self.mode is Mode.PREFILL:
             leg, name = "Prefill bootstrap", "req"
         else:
             leg = "Decode handshake" if isinstance(error, UnreachableError) else "Decode transfer"
             name = "decode_req.req"
-        reason = str(error) or f"Request {sequence.rid} timed out after {self._patience.wait:.1f}s in KVPoll"
         sequence.finish = _aborted(
             f"{leg} failed for request rank=0 {name}.rid={sequence.rid!r} {name}.bootstrap_room={number} "
-            f"with exception KVTransferError(bootstrap_room={number}): {reason}",
+            f"with exception KVTransferError(bootstrap_room={number}): {error}",
             500,
         )
 
@@ -321,18 +317,26 @@ class Engine:
         if number < 0:
             sequence.finish = _aborted("Metadata corruption detected - bootstrap_room mismatch", 500)
 
-    @staticmethod
-    async def _unless_stopped(sequence: Sequence, future: Future[None]) -> None:
-        """Await ``future``, but no longer than the sequence lives."""
+    async def _unless_stopped(self, sequence: Sequence, future: Future[None]) -> None:
+        """Await ``future``, but no longer than the sequence lives or the engine's patience lasts."""
         stopper = sequence.stopper
-        if stopper is not None and not future.done():
-            # cheaper than asyncio.wait, which matters on the plain path: the stopper speaks through the future
-            def stop(_: Future[None]) -> None:
-                if not future.done():
-                    future.set_exception(TransferError(ABORTED))
+        if stopper is None or future.done():
+            await future
+            return
 
-            stopper.add_done_callback(stop)
-        await future
+        # the plain path: stopper and timer speak through the future, which is cheaper than asyncio.wait and a timeout
+        def give_up(reason: str) -> None:
+            if not future.done():
+                future.set_exception(TransferError(reason))
+
+        stopper.add_done_callback(lambda _: give_up(ABORTED))
+        patience = self._patience.wait
+        reason = f"Request {sequence.rid} timed out after {patience:.1f}s in KVPoll.Bootstrapping"
+        timer = future.get_loop().call_later(patience, give_up, reason)
+        try:
+            await future
+        finally:
+            timer.cancel()
 
 
 def _aborted(message: str, status: int | None) -> dict[str, object]:
@@ -341,4 +345,4 @@ def _aborted(message: str, status: int | None) -> dict[str, object]:
 
 def new_rid() -> str:
     """A request id as the engine makes them."""
-    return uuid.uuid4().hex
+    return f"{random.getrandbits(128):032x}"

@@ -19,8 +19,8 @@ def meta(sequence: Sequence, options: LogprobOptions, mode: Mode) -> dict[str, A
     """The logprob fields of ``meta_info``, in the engine's order."""
     inputs = [] if mode is Mode.DECODE else prompt(sequence, options)
     ids = sequence.ids
-    if mode is not Mode.REGULAR and not ids and sequence.failure is None:
-        ids = [sequence.text.first]  # max_new_tokens is 0: the prefill wrote a token all the same
+    if mode is Mode.DECODE and not sequence.text.ids and sequence.failure is None:
+        ids = [sequence.text.first]  # max_new_tokens is 0, but the prefill has written a token
     outputs = [triple(logprob(token), token, options) for token in ids]
     fields: dict[str, Any] = {
         "input_token_logprobs": inputs,

@@ -15,6 +15,36 @@ from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, RequestError
 from extproc.mock.sglang.openai import stops
 
 _DEFAULT_NEW_TOKENS = 128
+_SAMPLING_PARAMS = (
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+    "n",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "stream_interval",
+    "logit_bias",
+    "sampling_seed",
+    "custom_params",
+    "beam_width",
+    "watermark",
+    "choice",
+)
 
 
 class GenerateApi(Api):
@@ -33,6 +63,16 @@ class GenerateApi(Api):
     def stream(self) -> bool:
         """Whether a stream is asked for."""
         return self._body.stream
+
+    def objection(self) -> Reply | None:
+        """What the engine refuses before anything else, also in a stream: unknown sampling parameters."""
+        given = self._body.sampling_params
+        for values in given if isinstance(given, list) else [given or {}]:
+            for name in values:
+                if name not in _SAMPLING_PARAMS:
+                    known = ", ".join(f"`{entry}`" for entry in _SAMPLING_PARAMS)
+                    return Reply.json(400, {"error": f"unknown field `{name}`, expected one of {known}"})
+        return None
 
     def batch(self) -> Batch:
         """The sequences asked for."""

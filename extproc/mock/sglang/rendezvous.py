@@ -6,8 +6,8 @@ The prefill listens on its bootstrap port. A decode opens one connection per pre
     prefill → decode   ``done <room>``            ``fail <room> <reason>``
 
 What happens when a leg is missing, late, doubled or aborted is what was seen on 0.5.23; above all: a prefill that gives
-up tells nobody, and its decode waits on. The digest tells the prompts of the two legs apart: the engine does not check and
-writes nonsense, the mock fails both. ``GET /health`` on the port is answered like the engine's bootstrap server.
+up tells nobody, and its decode waits on. The digest tells the prompts of the two legs apart: the engine does not check
+and writes nonsense, the mock fails both. ``GET /health`` on the port is answered like the engine's bootstrap server.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from extproc.mock.sglang.engine import Engine, InternalError, Pace, RequestError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
+    from extproc.mock.exchange import Exchange
     from extproc.mock.faults import Fault
-    from extproc.mock.http_server import Exchange
     from extproc.mock.sglang.api import Api, Reply
     from extproc.mock.sglang.engine import Batch, Sequence
 
@@ -25,6 +25,9 @@ class Runner:
 
     async def run(self, exchange: Exchange, api: Api) -> None:
         """Answer a request; raises CrashError where the engine's process ends."""
+        if (objection := api.objection()) is not None:
+            await send(exchange, objection)
+            return
         early = api.stream and api.early_head
         if early:
             await exchange.start(headers=api.stream_headers)
@@ -41,6 +44,8 @@ class Runner:
                 await send(exchange, api.refusal(str(problem)))
             return
         except InternalError as problem:
+            if early:
+                exchange.abandon()
             await send(exchange, api.stumble(str(problem)))
             return
         try:

@@ -18,8 +18,8 @@ from extproc.mock.sglang.runner import Runner, send
 from extproc.mock.worker import MockWorker
 
 if TYPE_CHECKING:
+    from extproc.mock.exchange import Exchange
     from extproc.mock.faults import Fault, Rule
-    from extproc.mock.http_server import Exchange
 
 _MODES = {"prefill": Mode.PREFILL, "decode": Mode.DECODE, "regular": Mode.REGULAR}
 _CORS = (("vary", "Origin"),)
