@@ -1,0 +1,34 @@
+"""Fixtures of the product's tests: one product per module, clean before and after every test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+if TYPE_CHECKING:
+    from product import Product
+
+PRODUCT = "test_product_"
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config,  # noqa: ARG001 - pytest's signature
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The product runs on uvloop, in tests too."""
+    if item.path.name.startswith(PRODUCT):
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def product(running: Product) -> AsyncIterator[Product]:
+    """The module's product (``running``), with nothing remembered from other tests; nothing of this one may be left."""
+    await running.forget()
+    yield running
+    await running.settled()

@@ -1,0 +1,209 @@
+"""The whole product for a test: the real service with a real Envoy, strict mock workers, and a client.
+
+The service runs in the test's own process and loop, so that a test can look at what it holds: requests under way,
+rooms, loads, legs, tasks. Where a test is about the process itself, see test_product_launch.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from http_client import PATIENCE, Client, Headers, Reply
+
+from extproc.exchange.record import Observer
+from extproc.exchange.record import Record as Finished
+from extproc.mock import Record, SglangMock
+from extproc.service import Service
+from extproc.settings import Settings
+from extproc.workers.worker import Worker
+
+# What "at once" means: the project's own bound for ending legs and for telling clients (seconds).
+PROMPT = 0.1
+
+
+class Records:
+    """An Observer that remembers, wakes those who wait, and tells the real one."""
+
+    def __init__(self, inner: Observer) -> None:
+        self.all: list[Finished] = []
+        self._inner = inner
+        self._woken = asyncio.Event()
+
+    def finished(self, record: Finished) -> None:
+        """See Observer."""
+        self.all.append(record)
+        self._inner.finished(record)
+        self._woken.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at whenever a request is over."""
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                self._woken.clear()
+                await self._woken.wait()
+
+
+class Product:
+    """One gateway with its workers. ``settings`` are those of ``pd-extproc launch``, by name.
+
+    Health probes go on, but no number of failures takes a worker out, unless ``settings`` say so: tests of broken
+    workers want them to be chosen.
+    """
+
+    def __init__(self, prefills: int = 1, decodes: int = 2, **settings: Any) -> None:
+        self.prefills = [SglangMock("prefill") for _ in range(prefills)]
+        self.decodes = [SglangMock("decode") for _ in range(decodes)]
+        self.mocks = [*self.prefills, *self.decodes]
+        self._given = settings
+        self._others = asyncio.all_tasks()
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self.directory = Path(tempfile.mkdtemp(prefix="pd-"))
+            stack.callback(self._remove_directory)
+            for mock in self.mocks:
+                await stack.enter_async_context(mock)
+            await self._start()
+            stack.push_async_callback(self._stop)
+            await self.ready()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+        tasks = asyncio.all_tasks() - self._others - {asyncio.current_task()}
+        assert not tasks, f"tasks are left: {tasks}"
+
+    async def _start(self) -> None:
+        self.service = Service(self._settings())
+        self.gateway = self.service.gateway
+        self.records = Records(self.gateway.observer)
+        self.gateway.observer = self.records
+        self._running = asyncio.create_task(self.service.run(), name="service")
+        waiting = asyncio.create_task(self.service.started.wait())
+        async with asyncio.timeout(30):
+            await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._running.done():
+            self._running.result()
+        self.client = Client(*self.service.client_address)
+
+    async def _stop(self) -> None:
+        self.service.stop()
+        async with asyncio.timeout(30):
+            assert await self._running == 0
+
+    def _remove_directory(self) -> None:
+        left = list(self.directory.iterdir())
+        shutil.rmtree(self.directory)
+        assert left == [], "the service left files in its run directory"
+
+    def _settings(self) -> Settings:
+        values: dict[str, Any] = {
+            "pd_disaggregation": True,
+            "host": "127.0.0.1",
+            "port": 0,
+            "envoy_admin_port": 0,
+            "envoy_concurrency": 1,
+            "prometheus_host": "127.0.0.1",
+            "prometheus_port": 0,
+            "run_dir": str(self.directory),
+            "health_failure_threshold": 1_000_000,
+            "drain_settle_secs": 0,
+            "shutdown_grace_period_secs": 0,
+            "log_level": "error",
+            "prefill": [f"{mock.url} {mock.bootstrap_port}" for mock in self.prefills],
+            "decode": [mock.url for mock in self.decodes],
+        }
+        return Settings(**values | self._given)
+
+    async def ready(self) -> None:
+        """Wait until every registered worker may be given requests."""
+        await self.fleet(lambda workers: all(worker.usable for worker in workers))
+
+    async def fleet(self, condition: Callable[[list[Worker]], bool]) -> None:
+        """Wait until ``condition`` holds for the registered workers; it is looked at after every change."""
+        changed = asyncio.Event()
+        unsubscribe = self.service.registry.subscribe(lambda *_: changed.set())
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not condition(list(self.service.registry)):
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            unsubscribe()
+
+    # -- its parts ------------------------------------------------------------------------------------------------
+
+    @property
+    def prefill(self) -> SglangMock:
+        """The (first) prefill worker."""
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> SglangMock:
+        """The (first) decode worker."""
+        return self.decodes[0]
+
+    def worker(self, mock: SglangMock) -> Worker:
+        """How the service knows a mock."""
+        return next(worker for worker in self.service.registry if str(worker.url) == mock.url)
+
+    @property
+    def legs(self) -> tuple[Record, Record]:
+        """What the two legs of the only request received: prefill, decode."""
+        prefills = [leg for mock in self.prefills for leg in mock.legs]
+        decodes = [leg for mock in self.decodes for leg in mock.legs]
+        assert (len(prefills), len(decodes)) == (1, 1)
+        return prefills[0], decodes[0]
+
+    async def post(self, target: str, body: object, headers: Headers = ()) -> Reply:
+        """Ask the gateway."""
+        return await self.client.post(target, body, headers)
+
+    @property
+    def load(self) -> dict[str, int]:
+        """The legs under way per worker, where there are any."""
+        return {str(worker.url): worker.load for worker in self.service.registry if worker.load}
+
+    # -- between tests --------------------------------------------------------------------------------------------
+
+    async def forget(self) -> None:
+        """Make the mocks behave, and forget what was asked so far."""
+        for mock in self.mocks:
+            mock.behave()
+            await mock.accept()
+            mock.clear()
+        self.records.all.clear()
+
+    async def settled(self) -> None:
+        """Wait until no request is under way, and see that nothing is left of any."""
+        await self.records.until(lambda: self.gateway.alive == 0)
+        assert len(self.gateway.rooms) == 0
+        assert self.load == {}
+        for mock in self.mocks:
+            await mock.idle()
+            assert mock.engine.live == {}, f"{mock.role} still runs requests"
+            assert mock.engine.bootstrap.rooms == {}, "a leg still waits in a room"
+        await self._no_legs()
+
+    async def _no_legs(self) -> None:
+        """Aborts are sent and not waited for: their answers take a moment."""
+        egress = self.service._egress
+        deadline = time.monotonic() + PATIENCE
+        while egress.open_legs:
+            assert time.monotonic() < deadline, "legs are left"
+            await asyncio.sleep(0.002)
+
