@@ -16,7 +16,7 @@ from bench.measure import CASES, missing_work
 from bench.prompts import Answer, Prompts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 CHAT = worker.chat_answer("decode")
 STREAM = b"".join(worker.stream_events("decode"))
@@ -64,9 +64,19 @@ async def test_every_case_is_answered_as_expected_and_counted(case):
     assert all(0 < first <= whole for first, whole in zip(load.first_bytes, load.latencies, strict=True))
 
 
+class WatchedRooms(worker.Rooms):
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = asyncio.Event()
+
+    def when_prefilled(self, room: bytes, answer: Callable[[], None]) -> None:
+        super().when_prefilled(room, answer)
+        self.came.set()
+
+
 @pytest.mark.parametrize("prefill_first", [True, False])
 async def test_a_decode_leg_is_answered_when_its_prefill_leg_has_come(prefill_first):
-    rooms = worker.Rooms()
+    rooms = WatchedRooms()
     body = b'{"messages":[],"bootstrap_room":77}'
     async with engine("prefill", rooms) as (prefill, prefill_port), engine("decode", rooms) as (decode, decode_port):
         first = await LoadGenerator(prefill_port, worker.chat_answer("prefill")).open(1)
@@ -76,8 +86,7 @@ async def test_a_decode_leg_is_answered_when_its_prefill_leg_has_come(prefill_fi
             answered = await second.run(iter([body]), 1, limit=5)
         else:
             waiting = asyncio.ensure_future(second.run(iter([body]), 1, limit=5))
-            while not decode.counts.legs:
-                await asyncio.sleep(0)
+            await rooms.came.wait()
             assert (await first.run(iter([body]), 1, limit=5)).requests == 1
             answered = await waiting
         first.close()
