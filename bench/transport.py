@@ -101,7 +101,7 @@ class _FakeTransport:
 async def in_memory(requests: int, concurrency: int) -> float:
     """µs of server time per request, ``concurrency`` requests at the same point of the pattern in every read."""
     methods = {path.encode(): method for path, method in method_table(Handler, HealthStatuses()).items()}
-    server = ServerConnection(methods, 64 << 20, lambda _: None)
+    server = ServerConnection(methods, 64 << 20, Ngh2ProcessServer())
     transport = _FakeTransport()
     server.connection_made(cast("Any", transport))
     client = ngh2.Connection(ngh2.Role.CLIENT, _CLIENT)

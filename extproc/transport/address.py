@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,17 +81,21 @@ class SocketFile:
     """A socket file that we bound. It is removed only while it is still ours, never a successor's."""
 
     path: str
-    inode: int
+    identity: tuple[int, int]
 
     @classmethod
     def bound(cls, path: str) -> SocketFile:
         """Remember the file that was just bound."""
-        return cls(path, Path(path).stat().st_ino)
+        return cls(path, _identity(path))
 
     def remove(self) -> None:
         """Remove the file unless somebody replaced it."""
-        try:
-            if Path(self.path).stat().st_ino == self.inode:
+        with suppress(FileNotFoundError):
+            if _identity(self.path) == self.identity:
                 Path(self.path).unlink()
-        except FileNotFoundError:
-            pass
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """Inode and modification time: inode numbers alone are used again at once."""
+    status = Path(path).stat()
+    return status.st_ino, status.st_mtime_ns

@@ -37,6 +37,7 @@ class GrpcioCall:
         self._outbox: deque[bytes] = deque()
         self._queued = 0  # bytes in _outbox, the message being written included
         self._more = asyncio.Event()  # the writer has something to look at
+        self.ended = asyncio.Event()  # nothing of the call is left
         self._watched = False  # _queued was above HIGH_WATER
 
     # the handler's side: Call

@@ -81,6 +81,8 @@ class GrpcioProcessServer:
             self._socket_file.remove()
         self._health.drain()
         await self._server.stop(grace)
+        while self._calls:  # cancelled, but their handlers have yet to hear of it
+            await next(iter(self._calls)).ended.wait()
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -101,5 +103,6 @@ def _behaviour(method: Method, calls: set[GrpcioCall]) -> grpc.RpcMethodHandler:
             await call.run(method)
         finally:
             calls.discard(call)
+            call.ended.set()
 
     return grpc.stream_stream_rpc_method_handler(behave)

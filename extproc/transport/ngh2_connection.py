@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ngh2 import (
     ConnectionClosed,
@@ -24,6 +24,7 @@ from extproc.transport.methods import LOW_WATER
 from extproc.transport.ngh2_call import Ngh2Call
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterable, Mapping
 
     from ngh2 import Event
@@ -40,20 +41,33 @@ _TRAILERS_ONLY = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 _DRAIN_PING = b"draining"
 
 
+class Owner(Protocol):
+    """What keeps a server's connections."""
+
+    def joined(self, connection: ServerConnection) -> None:
+        """A connection has been made."""
+
+    def left(self, connection: ServerConnection) -> None:
+        """A connection has ended."""
+
+
 class ServerConnection(Http2Protocol):
     """One connection from a gRPC client, most likely one of Envoy's worker threads."""
 
-    def __init__(
-        self, methods: Mapping[bytes, Method], max_message: int, forget: Callable[[ServerConnection], None]
-    ) -> None:
+    def __init__(self, methods: Mapping[bytes, Method], max_message: int, owner: Owner) -> None:
         super().__init__(Role.SERVER, _LIMITS, _SETTINGS)
         self.max_message = max_message
         self._methods = methods
-        self._forget = forget
+        self._owner = owner
         self._calls: dict[int, Ngh2Call] = {}
         self._watched: set[Ngh2Call] = set()  # above the high-water mark
         self._resets: set[int] = set()  # streams that we ended and the peer has not: reset once all was sent
         self._draining = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say hello, then report for duty."""
+        super().connection_made(transport)
+        self._owner.joined(self)
 
     @property
     def open_calls(self) -> int:
@@ -89,7 +103,7 @@ class ServerConnection(Http2Protocol):
             _log.info("%d calls lost: %s", len(calls), detail)
         for call in calls:
             call.lost()
-        self._forget(self)
+        self._owner.left(self)
 
     def drain(self) -> None:
         """Announce that no new streams are welcome.
@@ -156,6 +170,9 @@ class ServerConnection(Http2Protocol):
         fields = dict(event.headers)
         if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
             self._refuse(stream_id, b"415", event.end_stream)
+            return
+        if fields[b":method"] != b"POST":
+            self._refuse(stream_id, b"405", event.end_stream)
             return
         call = Ngh2Call(self, stream_id, fields.get(b"grpc-encoding"))
         method = self._methods.get(fields[b":path"])

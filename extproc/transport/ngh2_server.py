@@ -29,6 +29,7 @@ class Ngh2ProcessServer:
         self._none_left.set()
         self._server: asyncio.Server | None = None
         self._socket_file: SocketFile | None = None
+        self._draining = False
         self._address = ""
 
     @property
@@ -46,10 +47,7 @@ class Ngh2ProcessServer:
         methods = {path.encode(): method for path, method in method_table(process, self._health).items()}
 
         def connect() -> ServerConnection:
-            connection = ServerConnection(methods, self._max_message, self._forget)
-            self._connections.add(connection)
-            self._none_left.clear()
-            return connection
+            return ServerConnection(methods, self._max_message, self)
 
         loop = asyncio.get_running_loop()
         match parse_address(address):
@@ -70,6 +68,7 @@ class Ngh2ProcessServer:
         """See ``ProcessServer.drain``. May be called again, and before ``start``."""
         if self._server is None:
             return
+        self._draining = True
         self._server.close()
         if self._socket_file is not None:
             self._socket_file.remove()
@@ -85,7 +84,15 @@ class Ngh2ProcessServer:
         for connection in list(self._connections):
             connection.terminate()
 
-    def _forget(self, connection: ServerConnection) -> None:
+    def joined(self, connection: ServerConnection) -> None:
+        """See ``Owner``."""
+        self._connections.add(connection)
+        self._none_left.clear()
+        if self._draining:  # it was accepted at the last moment
+            connection.drain()
+
+    def left(self, connection: ServerConnection) -> None:
+        """See ``Owner``."""
         self._connections.discard(connection)
         if not self._connections:
             self._none_left.set()
