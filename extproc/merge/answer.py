@@ -60,7 +60,7 @@ def joined_answer(request: InferenceRequest) -> JoinedAnswer:
 def _prompt_logprobs(request: InferenceRequest, prefill: bytes) -> PromptLogprobs:
     if request.api is GENERATE:
         return GenerateLogprobs(prefill, request.prompts)
-    return CompletionLogprobs(prefill, no_output=request.body.get("max_tokens") == 0)
+    return CompletionLogprobs(prefill)
 
 
 class JoinedBody:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.merge.raw_json import NULL, RawObject, integer, is_null, raw, raw_list, raw_object
+from extproc.merge.raw_json import NULL, RawObject, bad_reply, integer, is_null, raw, raw_list, raw_object
 
 _EMPTY_LIST: Final = msgspec.Raw(b"[]")
 _ZERO: Final = msgspec.Raw(b"0")
@@ -30,6 +30,8 @@ class GenerateLogprobs:
     def __init__(self, prefill: bytes, prompts: int | None) -> None:
         items = [msgspec.Raw(prefill)] if prompts is None else raw_list(prefill, "the prefill's answer")
         self._single = prompts is None
+        if prompts is not None and len(items) != prompts:
+            raise bad_reply(f"a list of {prompts} items was expected of the prefill")
         self._known = [_meta_info(raw_object(item, "the prefill's answer")) for item in items]
 
     def complete_body(self, decode: bytes) -> bytes:
@@ -46,7 +48,7 @@ class GenerateLogprobs:
 
     def _item(self, item: RawObject, prompt: int) -> RawObject:
         if not 0 <= prompt < len(self._known):
-            return item
+            raise bad_reply(f"there is no prompt {prompt}")
         known = self._known[prompt]
         meta = _meta_info(item)
         for key in meta:
@@ -66,16 +68,14 @@ class CompletionLogprobs:
 
     Args:
         prefill: the prefill leg's whole answer, not streamed.
-        no_output: whether the request asks for no token at all (``max_tokens`` 0).
 
     Raises:
         GatewayError: ``decode_bad_reply`` when the answer is not what the API promises.
     """
 
-    def __init__(self, prefill: bytes, *, no_output: bool) -> None:
+    def __init__(self, prefill: bytes) -> None:
         choices = _choices(raw_object(prefill, "the prefill's answer"))
         self._waiting = {_index(choice): choice.get("logprobs", NULL) for choice in choices}
-        self._no_output = no_output
 
     def complete_body(self, decode: bytes) -> bytes:
         """The decode leg's answer with the prompt's logprobs."""
@@ -87,25 +87,11 @@ class CompletionLogprobs:
             return chunk
         choices = _choices(chunk)
         for choice in choices:
-            known = self._waiting.pop(_index(choice), None)
+            known = self._waiting.pop(_index(choice), NULL)
             if not is_null(known):
-                choice["logprobs"] = raw(self._joined(known, choice.get("logprobs", NULL)))
+                choice["logprobs"] = raw(_joined(known, choice.get("logprobs", NULL)))
         chunk["choices"] = raw(choices)
         return chunk
-
-    def _joined(self, prefill: msgspec.Raw | None, decode: msgspec.Raw) -> RawObject:
-        """Each of the parallel lists: the prefill's but for the one token that it generated, then the decode's."""
-        assert prefill is not None
-        known = raw_object(prefill, "`logprobs`")
-        own = {} if is_null(decode) or self._no_output else raw_object(decode, "`logprobs`")
-        joined: RawObject = {}
-        for key, value in known.items():
-            if is_null(value):
-                joined[key] = own.get(key, value)
-                continue
-            output = [] if is_null(own.get(key)) else raw_list(own[key], f"`logprobs.{key}`")
-            joined[key] = raw([*raw_list(value, f"`logprobs.{key}`")[:-1], *output])
-        return joined
 
 
 PromptLogprobs = GenerateLogprobs | CompletionLogprobs
@@ -131,3 +117,17 @@ def _choices(answer: RawObject) -> list[RawObject]:
 
 def _index(choice: RawObject) -> int:
     return integer(choice.get("index"), "a choice's `index`")
+
+
+def _joined(prefill: msgspec.Raw, decode: msgspec.Raw) -> RawObject:
+    """Each of the parallel lists: the prefill's but for the one token that it generated, then the decode's."""
+    known = raw_object(prefill, "`logprobs`")
+    own = {} if is_null(decode) else raw_object(decode, "`logprobs`")
+    joined = dict(own)
+    for key, value in known.items():
+        if is_null(value):
+            joined[key] = own.get(key, value)
+            continue
+        output = [] if is_null(own.get(key)) else raw_list(own[key], f"`logprobs.{key}`")
+        joined[key] = raw([*raw_list(value, f"`logprobs.{key}`")[:-1], *output])
+    return joined

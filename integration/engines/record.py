@@ -2,7 +2,7 @@
 
 Each case becomes one file of tests/data/sglang, bodies as text: {"path", "request", "aggregated", "legs": [{"prefill",
 "decode"}, ...]}. With ``n`` samples there are ``n`` pairs of legs, each asked for one sample. Run it against a pair and
-an aggregated server that are up (``pair.py up``); the merge tests replay the files.
+an aggregated server that are up (``servers.py``); the merge tests replay the files.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, Body]] = {
     "completions_list_n2_stream_usage": ("/v1/completions", {**COMPLETIONS, "n": 2, **USAGE}),
     "completions_echo": ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 2}),
     "completions_echo_zero": ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 0}),
+    "completions_echo_one": ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 1, "max_tokens": 1}),
     "completions_echo_stream": ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 1, "stream": True}),
     "completions_list_echo": ("/v1/completions", {**COMPLETIONS, "echo": True, "logprobs": 1}),
     "completions_list_echo_stream": ("/v1/completions", {**COMPLETIONS, "echo": True, "logprobs": 1, "stream": True}),
