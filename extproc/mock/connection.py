@@ -239,6 +239,9 @@ class Connection(asyncio.Protocol):
         record.received = time.time()
         self._server.recorder.changed()
         self._task = self._server.loop.create_task(self._answer(Exchange(record, self, fault)))
+        if record.inference:
+            self._server.answering += 1
+            self._task.add_done_callback(self._server.answered)
 
     async def _answer(self, exchange: Exchange) -> None:
         record = exchange.record

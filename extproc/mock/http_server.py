@@ -41,6 +41,7 @@ class HttpServer:
         self.connections: set[Connection] = set()
         self.ending: Outcome | None = None
         self.accepting = True
+        self.answering = 0  # handlers of legs that run, also for a moment after the peer has left
         self.loop: asyncio.AbstractEventLoop = cast("asyncio.AbstractEventLoop", None)
         self._keep_alive = keep_alive
         self._listener: asyncio.Server | None = None
@@ -90,6 +91,11 @@ class HttpServer:
         self._gone = self.loop.create_future()
         if self.connections:
             await self._gone
+
+    def answered(self, task: asyncio.Task[None]) -> None:  # noqa: ARG002 - a task's callback
+        """The handler of a leg has ended."""
+        self.answering -= 1
+        self.recorder.changed()
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended."""

@@ -126,8 +126,8 @@ class MockWorker(ABC):
         return complete()
 
     async def idle(self, patience: float = _PATIENCE) -> None:
-        """Wait until no leg is under way."""
-        await self.recorder.until(lambda: not self.live, patience)
+        """Wait until no leg is under way, and the engine has let go of the last one."""
+        await self.recorder.until(lambda: not self._server.answering and not self.live, patience)
 
     # --- faults ---
 

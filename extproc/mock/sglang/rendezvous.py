@@ -264,15 +264,19 @@ class Prefills:
             asyncio.get_running_loop().call_later(self._death_delay, _fail_all, where, dict(peer.waiting))
             peer.waiting.clear()
 
-    async def stop(self) -> None:
-        """Close every connection."""
+    def kill(self) -> list[asyncio.Task[PrefillPeer]]:
+        """Break every connection; returns the tasks that made them."""
         tasks, self._peers = list(self._peers.values()), {}
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().transport.abort()
             else:
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return tasks
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        await asyncio.gather(*self.kill(), return_exceptions=True)
 
     async def _connect(self, address: tuple[str, int]) -> PrefillPeer:
         host = address[0].removeprefix("[").removesuffix("]")

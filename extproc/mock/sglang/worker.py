@@ -101,6 +101,7 @@ class SglangMock(MockWorker):
 
     def _kill(self) -> None:
         self.engine.bootstrap.stop()
+        self.engine.prefills.kill()
 
     def _identity(self) -> Identity:
         return Identity(self.engine.mode, self.model, self.host, self.port, self.bootstrap_port)
