@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 _REMOVE_UPSTREAM: Final = wire.remove_header(b"x-pd-upstream")
-_REMOVE_TRANSFER_ENCODING: Final = wire.remove_header(b"transfer-encoding")
 _JSON: Final = wire.set_header(b"content-type", b"application/json")
 
 
@@ -305,10 +304,8 @@ class DirectCourse:
             mutation += wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode())
         if not first.get("content-type", b"").startswith(b"application/json"):
             mutation += _JSON
-        for name in head.steering:
+        for name in head.withheld:
             mutation += wire.remove_header(name)
-        if "transfer-encoding" in first:
-            mutation += _REMOVE_TRANSFER_ENCODING
         return mutation
 
 

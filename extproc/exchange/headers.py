@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, Protocol
 
 from extproc.transport.interface import Header
 
-# Never passed on: RFC 9110 §7.6.1 (connection-specific), and what each leg sets itself.
-_NOT_FORWARDED: Final = frozenset(
+# A client's connection to us, never passed on: RFC 9110 §7.6.1.
+_CONNECTION: Final = frozenset(
     {
         "connection",
         "keep-alive",
@@ -22,14 +22,11 @@ _NOT_FORWARDED: Final = frozenset(
         "transfer-encoding",
         "upgrade",
         "http2-settings",
-        "host",
         "expect",
-        "content-length",
-        "content-type",
-        "accept-encoding",
-        "x-request-id",
     }
 )
+# The former, and what each leg that we send sets itself.
+_NOT_FORWARDED: Final = _CONNECTION | {"host", "content-length", "content-type", "accept-encoding", "x-request-id"}
 # Ours, Envoy's, and SGLang's per-header overrides of control fields (srt/entrypoints/request_headers.py).
 _STEERING_PREFIXES: Final = ("x-pd-", "x-gateway-destination-", "x-envoy-", "x-override-", "x-data-parallel-rank")
 _RESPONSE_NOT_FORWARDED: Final = frozenset(
@@ -52,14 +49,15 @@ class RequestHead(NamedTuple):
         method, path: the pseudo headers; ``path`` with its query.
         first: the first value of every other header, by lower-case name.
         forwarded: the end-to-end headers that a leg passes on, in HTTP/2 form, in order.
-        steering: names of headers that a client must not have: they would steer the gateway or a worker.
+        withheld: names of headers that no worker may get: they are the connection's, or would steer the gateway or a
+            worker.
     """
 
     method: str
     path: str
     first: dict[str, bytes]
     forwarded: list[Header]
-    steering: list[bytes]
+    withheld: list[bytes]
 
     @classmethod
     def of(cls, headers: Iterable[HeaderValue]) -> RequestHead:
@@ -67,7 +65,7 @@ class RequestHead(NamedTuple):
         method = path = ""
         first: dict[str, bytes] = {}
         forwarded: list[Header] = []
-        steering: list[bytes] = []
+        withheld: list[bytes] = []
         for header in headers:
             name, value = header.key, header.raw_value
             if name[0] == ":":
@@ -78,12 +76,13 @@ class RequestHead(NamedTuple):
                 continue
             first.setdefault(name, value)
             if name in _NOT_FORWARDED:
-                continue
-            if name[0] == "x" and name.startswith(_STEERING_PREFIXES):
-                steering.append(name.encode("latin-1"))
+                if name in _CONNECTION:
+                    withheld.append(name.encode("latin-1"))
+            elif name[0] == "x" and name.startswith(_STEERING_PREFIXES):
+                withheld.append(name.encode("latin-1"))
             else:
                 forwarded.append((name.encode("latin-1"), value))
-        return cls(method, path, first, forwarded, steering)
+        return cls(method, path, first, forwarded, withheld)
 
 
 def end_to_end(headers: Iterable[Header]) -> list[Header]:
