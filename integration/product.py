@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from http_client import PATIENCE, Client, Headers, Reply
 
+from extproc.dataplane.process import EnvoyProcess
 from extproc.exchange.record import Observer
 from extproc.exchange.record import Record as Finished
 from extproc.mock import Record, SglangMock
@@ -157,6 +158,12 @@ class Product:
         """The (first) decode worker."""
         return self.decodes[0]
 
+    @property
+    def envoy(self) -> EnvoyProcess:
+        """The running Envoy."""
+        assert self.service._envoy is not None
+        return self.service._envoy
+
     def worker(self, mock: SglangMock) -> Worker:
         """How the service knows a mock."""
         return next(worker for worker in self.service.registry if str(worker.url) == mock.url)
@@ -206,4 +213,3 @@ class Product:
         while egress.open_legs:
             assert time.monotonic() < deadline, "legs are left"
             await asyncio.sleep(0.002)
-
