@@ -16,7 +16,7 @@ from extproc.workers.registry import Registry
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
 
-LONG = 5.0  # seconds; how long a test waits for what should be there in milliseconds
+LONG = 20.0  # seconds; how long a test waits for what should be there in milliseconds
 
 
 @dataclass

@@ -93,7 +93,7 @@ class TestJoining:
         await server.stop()
         async with fleet() as f:
             worker = f.registry.add(spec(P, server.url))
-            await f.is_said(worker, "Connect call failed")
+            await f.is_said(worker, "Connection refused")
             assert worker.status is Status.PENDING
             assert f.registry.usable(P, None) == ()
             await server.start()
@@ -168,10 +168,8 @@ class TestLeaving:
             worker = f.registry.add(spec(P, server.url))
             await until(f.registry, lambda: worker.usable)
             await server.stop()
-            started = time.monotonic()
             f.monitor.report_unreachable(worker)
             await f.becomes(worker, Status.NOT_READY)
-            assert time.monotonic() - started < 1
             await server.start()
             await f.becomes(worker, Status.READY)
 
@@ -183,7 +181,8 @@ class TestLeaving:
             while time.monotonic() < until_then:
                 f.monitor.report_unreachable(worker)
                 await asyncio.sleep(0.001)
-            assert 1 <= server.count("/health") - 1 <= 3
+            assert server.count("/health") - 1 <= 3
+            await eventually(lambda: server.count("/health") > 1)
             assert worker.usable
 
     async def test_a_report_during_a_probe_is_not_lost(self) -> None:

@@ -11,8 +11,9 @@ import pytest
 from fleet import FakeEnvoy, add_ready, endpoint, eventually, spec, until
 
 from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.metadata import Metadata
-from extproc.workers.registry import Change, EndpointTakenError, Registry, WorkerExistsError
+from extproc.workers.registry import Change, Registry, WorkerExistsError
 from extproc.workers.worker import Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc.dataplane.endpoints import Snapshot
+from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.metadata import Metadata
-from extproc.workers.registry import EndpointTakenError, Registry, WorkerExistsError
+from extproc.workers.registry import Registry, WorkerExistsError
 from extproc.workers.worker import Role, Status, Worker
 
 ROLES = (Role.PREFILL, Role.DECODE)

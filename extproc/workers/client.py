@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import ssl
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,7 +15,6 @@ from yarl import URL
 
 from extproc.workers.worker import Worker
 
-_CONNECT_LIMIT = 2.0  # seconds, as Envoy's for workers
 _ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
 
 
@@ -42,11 +43,13 @@ class UnreachableError(NoAnswerError):
 class WorkerClient:
     """HTTP/1.1 to workers, one connection per question: a probe that reuses a connection would not see a dead listener.
 
-    ``tls`` is what ``https://`` workers are verified with; None is the system's trust store.
+    ``tls`` is what ``https://`` workers are verified with; None is the system's trust store. A connection must be made
+    within ``connect_limit`` seconds, by default Envoy's own limit for workers.
     """
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None, connect_limit: float = 2.0) -> None:
         self._tls = tls
+        self._connect_limit = connect_limit
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -68,7 +71,7 @@ class WorkerClient:
         headers = {"host": worker.url.authority, "accept": "*/*"}
         if worker.api_key:
             headers["authorization"] = f"Bearer {worker.api_key}"
-        timeout = aiohttp.ClientTimeout(total=within, sock_connect=min(_CONNECT_LIMIT, within * 0.8))
+        timeout = aiohttp.ClientTimeout(total=within, sock_connect=self._connect_limit)
         secure = worker.url.scheme == "https"
         try:
             async with session.get(
@@ -82,7 +85,7 @@ class WorkerClient:
                 body = await _read(response)
                 return Answer(response.status, response.headers.get("content-type", ""), body)
         except aiohttp.ConnectionTimeoutError:
-            raise UnreachableError(f"GET {path}: no connection within {timeout.sock_connect:g} s") from None
+            raise UnreachableError(f"GET {path}: no connection within {self._connect_limit:g} s") from None
         except TimeoutError:
             raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
@@ -122,7 +125,8 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _cause(error: Exception) -> str:
-    """The system's own text where there is one: aiohttp's adds host, port and TLS settings, which the reader knows."""
-    inner = getattr(error, "os_error", None)
-    text = getattr(inner, "strerror", None) or getattr(error, "strerror", None) or str(error)
-    return text or type(error).__name__
+    """The system's word for its error where there is one: aiohttp adds what the reader knows, asyncio says less."""
+    number = getattr(getattr(error, "os_error", error), "errno", None)
+    if isinstance(number, int) and number in errno.errorcode and not isinstance(error, aiohttp.ClientSSLError):
+        return os.strerror(number)
+    return str(error) or type(error).__name__

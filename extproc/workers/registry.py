@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.addresses import Addresses
 from extproc.workers.identity import new_worker_id
 from extproc.workers.metadata import Metadata
-from extproc.workers.publication import Publish, Publisher
+from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
@@ -44,32 +44,12 @@ class WorkerExistsError(Exception):
         self.worker = worker
 
 
-class EndpointTakenError(Exception):
-    """The worker's name resolves to an address that another worker of its role has."""
-
-    def __init__(self, address: str, holder: Worker) -> None:
-        super().__init__(f"{address} is already the {holder.role.value} worker {holder.url} ({holder.id})")
-        self.address = address
-        self.holder = holder
-
-
 @dataclass(slots=True, eq=False)
 class _Record:
     worker: Worker
     spec: WorkerSpec
-    wanted: Endpoint | None = None  # where the worker is now
-    current: Endpoint | None = None  # what ``worker.endpoint`` says: acknowledged by Envoy
-    retired: list[Endpoint] = field(default_factory=list)  # earlier ones that requests under way may still name
-    leaving: bool = False
     changed: float = 0.0  # time.time() of the last change of status
     joined: bool = False  # it has been READY
-
-    def held(self) -> Iterator[Endpoint]:
-        """Where the worker is, and where it is still sent requests until Envoy knows; nobody else may be there."""
-        if self.wanted is not None:
-            yield self.wanted
-        if self.current is not None:
-            yield self.current
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +76,10 @@ class Registry:
         self._models: dict[str, None] | None = None
         self._readiness: Readiness | None = None
         self._subscribers: list[Subscriber] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining: set[asyncio.Task[None]] = set()
         self._drain_limit = drain_limit
         self._drain_poll = drain_poll
-        self._refusal = ""  # why Envoy did not take the last endpoints
-        self._publisher = Publisher(
-            publish,
-            self._snapshot,
-            acknowledged=self._acknowledged,
-            refused=self._note_refusal,
-            retry_delay=publish_retry,
-        )
+        self._addresses = Addresses(publish, moved=self._moved, until_idle=self._until_idle, retry_delay=publish_retry)
 
     # -- what the request path asks -------------------------------------------------------------------------------
 
@@ -151,7 +124,7 @@ class Registry:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
         if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
             return worker.reason
-        return f"Envoy has not acknowledged its endpoint{f': {self._refusal}' if self._refusal else ''}"
+        return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
     def has_joined(self, worker: Worker) -> bool:
         """Whether the worker has ever been READY. Raises KeyError when the worker is gone."""
@@ -203,7 +176,9 @@ class Registry:
         if record is None or worker.status is Status.DRAINING:
             return
         self._set_status(record, Status.DRAINING, "being removed")
-        self._spawn(self._drain(record), f"drain-{worker.id}")
+        task = asyncio.get_running_loop().create_task(self._drain(worker), name=f"drain-{worker.id}")
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Call ``callback`` at every change, at once and synchronously. Returns what ends the subscription."""
@@ -212,12 +187,12 @@ class Registry:
 
     async def close(self) -> None:
         """End everything under way. The workers stay as they are."""
-        tasks = tuple(self._tasks)
+        tasks = tuple(self._draining)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._publisher.close()
+        await self._addresses.close()
 
     # -- what health checking tells -------------------------------------------------------------------------------
 
@@ -247,20 +222,9 @@ class Registry:
 
         Raises EndpointTakenError when another worker of the role is there; this worker is then nowhere.
         """
-        record = self._records.get(worker.id)
-        if record is None or worker.status is Status.DRAINING:
-            return
-        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.scheme == "https")
-        if record.wanted == endpoint:
-            return
-        holder = self._holder(endpoint, record)
-        record.wanted = None if holder else endpoint
-        if holder is not None:
-            self._settle(record)
-        if worker.role in (Role.PREFILL, Role.DECODE):
-            self._publisher.request()
-        if holder is not None:
-            raise EndpointTakenError(endpoint.address, holder)
+        registered = worker.id in self._records and worker.status is not Status.DRAINING
+        if registered and worker.role in (Role.PREFILL, Role.DECODE):
+            self._addresses.place(worker, ip)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -272,7 +236,7 @@ class Registry:
         return self._models
 
     def _build_index(self, role: Role) -> _Index:
-        usable = [record.worker for record in self._of_role(role) if record.worker.usable]
+        usable = [r.worker for r in self._records.values() if r.worker.role is role and r.worker.usable]
         models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
         by_model: dict[str | None, tuple[Worker, ...]] = {
             model: tuple(w for w in usable if not w.model_ids or model in w.model_ids) for model in models
@@ -305,66 +269,18 @@ class Registry:
             except Exception:
                 _logger.exception("a subscriber of the worker registry failed")
 
-    def _holder(self, endpoint: Endpoint, applicant: _Record) -> Worker | None:
-        """Who else of the role is at the endpoint's address; retired addresses are free for others."""
-        for record in self._of_role(applicant.worker.role):
-            if record is not applicant and any(held.address == endpoint.address for held in record.held()):
-                return record.worker
-        return None
+    def _moved(self, worker: Worker) -> None:
+        self._tell(worker, Change.ENDPOINT)
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(prefill=self._role_endpoints(Role.PREFILL), decode=self._role_endpoints(Role.DECODE))
-
-    def _role_endpoints(self, role: Role) -> tuple[Endpoint, ...]:
-        """What Envoy should know; where a new worker has taken a retired address, the new one counts."""
-        held = [endpoint for record in self._of_role(role) for endpoint in record.held()]
-        retired = [endpoint for record in self._of_role(role) for endpoint in record.retired]
-        by_address: dict[str, Endpoint] = {}
-        for endpoint in (*held, *retired):
-            by_address.setdefault(endpoint.address, endpoint)
-        return tuple(by_address.values())
-
-    def _of_role(self, role: Role) -> Iterator[_Record]:
-        return (record for record in self._records.values() if record.worker.role is role and not record.leaving)
-
-    def _acknowledged(self, snapshot: Snapshot) -> None:
-        self._refusal = ""
-        known = {Role.PREFILL: frozenset(snapshot.prefill), Role.DECODE: frozenset(snapshot.decode)}
-        for record in tuple(self._records.values()):
-            if record.wanted in known.get(record.worker.role, ()):
-                self._settle(record)
-
-    def _settle(self, record: _Record) -> None:
-        """Make the wanted endpoint the current one; the one before stays with Envoy while requests may name it."""
-        if record.current == record.wanted:
-            return
-        former, record.current = record.current, record.wanted
-        record.worker.endpoint = record.current.address if record.current else None
-        if former is not None:
-            record.retired.append(former)
-            self._spawn(self._retire(record, former), f"retire-{former.address}")
-        self._tell(record.worker, Change.ENDPOINT)
-
-    def _note_refusal(self, why: str) -> None:
-        self._refusal = why
-
-    async def _drain(self, record: _Record) -> None:
-        worker = record.worker
-        await self._idle(worker)
-        record.leaving = True
-        record.current = record.wanted = worker.endpoint = None
-        await self._publisher.round()
+    async def _drain(self, worker: Worker) -> None:
+        await self._until_idle(worker)
+        await self._addresses.forget(worker)
         del self._records[worker.id]
         del self._by_url[str(worker.url), worker.role]
         _logger.info("worker removed", extra=_named(worker))
         self._tell(worker, Change.REMOVED)
 
-    async def _retire(self, record: _Record, endpoint: Endpoint) -> None:
-        await self._idle(record.worker)
-        record.retired.remove(endpoint)
-        self._publisher.request()
-
-    async def _idle(self, worker: Worker) -> None:
+    async def _until_idle(self, worker: Worker) -> None:
         deadline = time.monotonic() + self._drain_limit
         while worker.load > 0:
             if time.monotonic() >= deadline:
@@ -373,11 +289,6 @@ class Registry:
                 )
                 return
             await asyncio.sleep(self._drain_poll)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _named(worker: Worker) -> dict[str, object]:

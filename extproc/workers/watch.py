@@ -9,10 +9,11 @@ import secrets
 import time
 from contextlib import suppress
 
+from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
 from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_role, read_metadata
-from extproc.workers.registry import EndpointTakenError, Registry
+from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.worker import Role, Status, Worker
 
@@ -98,12 +99,8 @@ class Watch:
     async def _look(self) -> None:
         async with self._gate:
             self._reported = False
-            before = self._state.status
             reason = await self._examine()
-            status = self._state.status
-        if before is Status.READY and status is not Status.READY:
-            self._identified = False  # it may come back as another
-        self._registry.set_status(self._worker, status, reason)
+        self._registry.set_status(self._worker, self._state.status, reason)
         self._probed_at = time.monotonic()
         self._probe_at = self._probed_at + self._jittered(self._pause())
         if self._refused or self._taken or self._ip is None:
@@ -125,6 +122,7 @@ class Watch:
                 await self._identify()
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
+            self._identified = False  # it may come back as another
             self._state.failed()
             return str(error)
         except MismatchError as error:
