@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import aiohttp
 import grpc
 import ngh2
+import yarl
 from aiohttp import web
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ep_grpc
@@ -30,6 +34,23 @@ from extproc.dataplane.process import EnvoyProcess
 
 CHUNK = 60_000
 OVERWRITE = 2  # HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def make_certificates(directory: Path) -> ssl.SSLContext:
+    """A CA (``ca.pem``) and a server's context with a certificate of that CA for ``worker.test``."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)  # noqa: S607  # on PATH
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test CA")
+    openssl("req", *key, "-keyout", "worker.key", "-out", "worker.csr", "-subj", "/CN=worker")
+    (directory / "names").write_text("subjectAltName=DNS:worker.test")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    openssl("x509", "-req", "-in", "worker.csr", "-out", "worker.pem", *signing)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory / "worker.pem", directory / "worker.key")
+    return context
 
 
 @dataclass
@@ -71,10 +92,42 @@ async def hang_up(_: Request, writer: asyncio.StreamWriter) -> bool:
     return False
 
 
+async def never(_: Request, __: asyncio.StreamWriter) -> bool:
+    """A worker's behaviour: read the request, say nothing."""
+    await asyncio.Event().wait()
+    return False
+
+
 async def garbage(_: Request, writer: asyncio.StreamWriter) -> bool:
     """A worker's behaviour: answer something that is not HTTP."""
     writer.write(b"\x00\x01 this is not HTTP\r\n\r\n")
     return False
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """An address behind which nobody answers."""
+
+    endpoint: Endpoint
+
+    @property
+    def address(self) -> str:
+        return self.endpoint.address
+
+
+@contextlib.contextmanager
+def unreachable(*, refuses: bool) -> Iterator[Unreachable]:
+    """A port of ours that refuses connections, or one whose queue is full so that they are never established."""
+    with contextlib.ExitStack() as stack:
+        holder = stack.enter_context(socket.socket())
+        holder.bind(("127.0.0.1", 0))
+        if not refuses:
+            holder.listen(0)
+            for _ in range(3):
+                waiting = stack.enter_context(socket.socket())
+                waiting.settimeout(0)
+                waiting.connect_ex(holder.getsockname())
+        yield Unreachable(Endpoint(*holder.getsockname(), "unreachable"))
 
 
 class Worker:
@@ -99,7 +152,7 @@ class Worker:
     async def start(self, port: int = 0) -> Worker:
         if self.tls is not None:
             self.tls.sni_callback = lambda _, name, __: self.server_names.append(name)
-        self._server = await asyncio.start_server(self._connection, self.host, port, ssl=self.tls)
+        self._server = await asyncio.start_server(self._connection, self.host, port, ssl=self.tls, backlog=2000)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -173,7 +226,7 @@ class ExtProc(ep_grpc.ExternalProcessorServicer):
     """Does what the request's ``t-*`` headers say.
 
     ``t-to``: destinations. ``t-path``: another path. ``t-immediate``: an ImmediateResponse with that status and a JSON
-    body. ``t-hold``: release only when :attr:`release` is set.
+    body. ``t-hold``: release only when :attr:`release` is set. ``t-abort``: end the stream with an error.
     """
 
     def __init__(self, address: str) -> None:
@@ -182,6 +235,7 @@ class ExtProc(ep_grpc.ExternalProcessorServicer):
         self.requests: list[dict[str, str]] = []
         self.responses: list[dict[str, str]] = []
         self.ended = 0
+        self._changed = asyncio.Condition()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -194,7 +248,7 @@ class ExtProc(ep_grpc.ExternalProcessorServicer):
         assert self._server is not None
         await self._server.stop(None)
 
-    async def Process(self, requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Process(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         headers: dict[str, str] = {}
         body = b""
         try:
@@ -216,10 +270,19 @@ class ExtProc(ep_grpc.ExternalProcessorServicer):
                 elif kind == "response_trailers":
                     yield ep.ProcessingResponse(response_trailers=ep.TrailersResponse())
                     continue
+                if "t-abort" in headers:
+                    await context.abort(grpc.StatusCode.INTERNAL, "asked to")
                 for response in await self._decide(headers, body, bodyless=kind == "request_headers"):
                     yield response
         finally:
-            self.ended += 1
+            async with self._changed:
+                self.ended += 1
+                self._changed.notify_all()
+
+    async def has_ended(self, count: int) -> None:
+        """Wait until so many streams are over."""
+        async with asyncio.timeout(5), self._changed:
+            await self._changed.wait_for(lambda: self.ended >= count)
 
     async def _decide(self, headers: dict[str, str], body: bytes, *, bodyless: bool) -> list[Any]:
         if "t-hold" in headers:
@@ -287,8 +350,8 @@ class _Stream:
     done: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class EgressConnection(asyncio.Protocol):
-    """An HTTP/2 client of the egress listener, as the service's own will be."""
+class Http2Connection(asyncio.Protocol):
+    """An HTTP/2 client: of the egress listener as the service is one, or of the client port."""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -365,12 +428,12 @@ class Rig:
         self.envoy = EnvoyProcess(self.config)
         self._control: web.AppRunner | None = None
         self._workers: list[Worker] = []
-        self._egress: EgressConnection | None = None
+        self._egress: Http2Connection | None = None
 
     async def start(self) -> None:
         await self.ads.start()
         await self.extproc.start()
-        await self._start_control()
+        await self.start_control()
         await self.envoy.start()
         self.session = aiohttp.ClientSession()
         self.host, self.port = self.envoy.client_address
@@ -383,12 +446,11 @@ class Rig:
         await self.envoy.stop(0)
         for worker in self._workers:
             await worker.stop()
-        assert self._control is not None
-        await self._control.cleanup()
+        await self.stop_control()
         await self.extproc.stop()
         await self.ads.stop()
 
-    async def _start_control(self) -> None:
+    async def start_control(self) -> None:
         async def echo(request: web.Request) -> web.Response:
             return web.json_response({"control": f"{request.method} {request.raw_path}"})
 
@@ -397,6 +459,10 @@ class Rig:
         self._control = web.AppRunner(application)
         await self._control.setup()
         await web.UnixSite(self._control, self.config.control.removeprefix("unix:")).start()
+
+    async def stop_control(self) -> None:
+        assert self._control is not None
+        await self._control.cleanup()
 
     async def worker(self, behave: Answer | None = None, **options: Any) -> Worker:
         """A started worker that is stopped with the rig; Envoy does not know it yet."""
@@ -421,27 +487,42 @@ class Rig:
     async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Reply:
-        async with self.session.request(method, self.url + path, data=body, headers=headers) as response:
+        url = yarl.URL(self.url + path, encoded=True)
+        data = None if body is None else io.BytesIO(body)
+        async with self.session.request(method, url, data=data, headers=headers) as response:
             return Reply(
                 response.status,
                 {key.lower(): value for key, value in response.headers.items()},
                 await response.read(),
             )
 
-    async def egress(self) -> EgressConnection:
+    async def egress(self) -> Http2Connection:
+        """The connection that carries the legs."""
         if self._egress is None or self._egress.lost.is_set():
             loop = asyncio.get_running_loop()
             path = self.config.egress.removeprefix("unix:")
-            _, self._egress = await loop.create_unix_connection(EgressConnection, path)
+            _, self._egress = await loop.create_unix_connection(Http2Connection, path)
         return self._egress
 
+    async def http2(self) -> Http2Connection:
+        """A client with HTTP/2."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Http2Connection, self.host, self.port)
+        return connection
+
     async def leg(
-        self, to: str, body: bytes = b"{}", cluster: str = "prefill", headers: dict[str, str] | None = None
+        self,
+        to: str,
+        body: bytes = b"{}",
+        cluster: str = "prefill",
+        headers: dict[str, str] | None = None,
+        patience: float = 10,
     ) -> Reply:
         """A leg of the service through the egress listener."""
         connection = await self.egress()
         stream = connection.send(leg_headers(to, body, cluster) | (headers or {}), body)
-        return await connection.streams[stream].done
+        async with asyncio.timeout(patience):
+            return await connection.streams[stream].done
 
 
 def leg_headers(to: str, body: bytes, cluster: str = "prefill") -> dict[str, str]:

@@ -143,8 +143,8 @@ def test_ext_proc_modes() -> None:
     assert "failure_mode_allow" not in settings
 
 
-@pytest.mark.parametrize(("request_timeout", "message_timeout"), [(10.0, "12s"), (1e6, "3600s")])
-def test_ext_proc_message_timeout_stays_within_envoys_bound(request_timeout: float, message_timeout: str) -> None:
+@pytest.mark.parametrize(("request_timeout", "message_timeout"), [(10.0, "12s"), (1e6, "30s")])
+def test_a_stuck_service_is_noticed_while_an_answer_waits(request_timeout: float, message_timeout: str) -> None:
     document = render(request_timeout=request_timeout, timeout_margin=2.0)
     assert manager(document, "clients")["http_filters"][0]["typed_config"]["message_timeout"] == message_timeout
 

@@ -190,7 +190,7 @@ def _transport_sockets(ca_file: str | None) -> list[ClusterTransportSocketMatch]
     tls = UpstreamTlsContext(
         common_tls_context=CommonTlsContext(validation_context=validation),
         auto_host_sni=True,
-        auto_sni_san_validation=True,
+        auto_sni_san_validation=ca_file is not None,  # Envoy wants a CA for it
     )
     return [
         ClusterTransportSocketMatch(

@@ -65,7 +65,9 @@ if TYPE_CHECKING:
     from extproc.dataplane.config import DataplaneConfig
 
 _EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users
-_EXT_PROC_LONGEST_MESSAGE_TIMEOUT = 3600.0  # Envoy's own validation
+
+# The service may hold an answer's headers for a moment. When it does not reply at all, its process is stuck.
+_EXT_PROC_REPLY_SECONDS = 30.0
 
 
 def client_listener(config: DataplaneConfig) -> Listener:
@@ -149,7 +151,7 @@ def _ext_proc(config: DataplaneConfig) -> ExternalProcessor:
         failure_mode_allow=False,
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
         # The request side has no timer in this mode; this one is for the answer's headers and trailers.
-        message_timeout=seconds(min(config.idle_timeout, _EXT_PROC_LONGEST_MESSAGE_TIMEOUT)),
+        message_timeout=seconds(min(config.idle_timeout, _EXT_PROC_REPLY_SECONDS)),
         allow_content_length_header=True,
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from extproc.dataplane import die_with_parent
+from extproc.dataplane import child
 from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.names import CLIENT_LISTENER
@@ -151,9 +151,13 @@ class EnvoyProcess:
         if self._admin is not None:
             await self._admin.close()
             self._admin = None
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
+            Path(self._config.egress.removeprefix("unix:")).unlink(missing_ok=True)  # Envoy leaves it behind
 
     async def _launch(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pd-extproc-")
@@ -169,7 +173,7 @@ class EnvoyProcess:
         if self._config.concurrency is not None:
             arguments += ["--concurrency", str(self._config.concurrency)]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), self._program, *arguments),
+            *(sys.executable, "-I", "-S", child.__file__, str(os.getpid()), self._program, *arguments),
             stdin=DEVNULL,
             stderr=PIPE,
             limit=_LONGEST_LOG_LINE,
