@@ -6,12 +6,16 @@ worker behind Envoy live in the test's process; Envoy finds them by socket files
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import subprocess
 import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from extproc.dataplane.process import find_envoy
 
@@ -47,6 +51,14 @@ _EXT_PROC = {
         },
     },
 }
+_HEALTH_CHECK = {
+    "timeout": "1s",
+    "interval": "0.05s",
+    "no_traffic_interval": "0.05s",
+    "unhealthy_threshold": 1,
+    "healthy_threshold": 1,
+    "grpc_health_check": {"service_name": "readiness"},
+}
 
 
 class TransportEnvoy:
@@ -57,6 +69,7 @@ class TransportEnvoy:
         self.ext_proc = folder / "ext_proc.sock"
         self.worker = folder / "worker.sock"
         self.egress = folder / "egress.sock"
+        self.watched = folder / "watched.sock"  # probed by Envoy's gRPC health check of "readiness"
         self.port = 0  # of the client listener
         self._admin = ""
 
@@ -75,6 +88,12 @@ class TransportEnvoy:
                 yield self
             finally:
                 process.terminate()
+
+    async def until_statistic(self, name: str, value: int) -> None:
+        """Wait until a counter or gauge has ``value``; Envoy offers nothing better than to ask again."""
+        async with asyncio.timeout(_READY_SECONDS):
+            while await asyncio.to_thread(self.statistic, name) != value:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
     def statistic(self, name: str) -> int:
         """A counter's or gauge's value."""
@@ -112,7 +131,11 @@ class TransportEnvoy:
             "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}},
             "static_resources": {
                 "listeners": [clients, egress],
-                "clusters": [_cluster("ext_proc", self.ext_proc, _HTTP2), _cluster("worker", self.worker, {})],
+                "clusters": [
+                    _cluster("ext_proc", self.ext_proc, _HTTP2),
+                    _cluster("worker", self.worker, {}),
+                    {**_cluster("watched", self.watched, _HTTP2), "health_checks": [_HEALTH_CHECK]},
+                ],
             },
         }
 
@@ -122,7 +145,7 @@ def _listener(name: str, address: dict[str, object], filters: list[dict[str, obj
         "@type": _HCM,
         "stat_prefix": name,
         "codec_type": "AUTO",
-        "http2_protocol_options": {"max_concurrent_streams": 1000},
+        "http2_protocol_options": {"max_concurrent_streams": 100},
         "route_config": {
             "virtual_hosts": [
                 {
@@ -153,3 +176,66 @@ def _cluster(name: str, path: Path, options: dict[str, object]) -> dict[str, obj
             "endpoints": [{"lb_endpoints": [{"endpoint": {"address": {"pipe": {"path": str(path)}}}}]}],
         },
     }
+
+
+class Worker:
+    """An HTTP server behind Envoy; the path says what it does, ``release`` lets it go on where it waits."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.waiting = asyncio.Event()
+        self.left = asyncio.Event()  # a request ended before its answer did
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, path: Path) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/sha", self._sha)
+        app.router.add_post("/slow", self._slow)
+        app.router.add_post("/stream", self._stream)
+        app.router.add_post("/hang", self._hang)
+        app.router.add_post("/big", self._big)
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(path), backlog=1024).start()
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        self.release.set()
+        await self._runner.cleanup()
+
+    async def _sha(self, request: web.Request) -> web.Response:
+        """What came, hashed."""
+        return web.Response(text=hashlib.sha256(await request.read()).hexdigest())
+
+    async def _slow(self, request: web.Request) -> web.Response:
+        """As /sha, but the body is read only after ``release``."""
+        await self._wait()
+        return await self._sha(request)
+
+    async def _big(self, request: web.Request) -> web.Response:
+        """As many bytes as the body says."""
+        return web.Response(body=bytes(int(await request.read())))
+
+    async def _hang(self, request: web.Request) -> web.Response:
+        """Answer nothing until ``release``."""
+        await request.read()
+        await self._wait()
+        return web.Response()
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """The head and one piece of the answer; the rest after ``release``."""
+        await request.read()
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"first")
+        await self._wait()
+        await answer.write(b"last")
+        return answer
+
+    async def _wait(self) -> None:
+        self.waiting.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise

@@ -14,6 +14,7 @@ from ngh2 import (
     NGH2Error,
     ResponseReceived,
     Role,
+    SettingsAcknowledged,
     SettingsReceived,
     StreamClosed,
     StreamReset,
@@ -139,6 +140,9 @@ class EgressConnection(Http2Protocol):
             self._complete(event.stream_id)
         elif type(event) is SettingsReceived:
             self._greeted.set()
+        elif type(event) is SettingsAcknowledged:  # which widened every stream's window
+            for leg in self._legs.values():
+                leg.hold()
         elif type(event) is GoAwayReceived:  # ngh2 closes the streams above its last_stream_id as refused
             self._retired.set()
         elif type(event) is ConnectionClosed:

@@ -65,10 +65,14 @@ class EgressLeg:
         self._connection = connection
         self._stream_id = stream_id
 
+    def hold(self) -> None:
+        """Shrink the window of a paused leg again after something else has set it."""
+        if self._paused:
+            self._resize(0)
+
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """The response head came."""
-        if self._paused:  # perhaps since before the stream was open
-            self._resize(0)
+        self.hold()  # if it was paused before the stream was open
         if self._receiver is None:
             return
         try:

@@ -27,7 +27,7 @@ _RESPONSE_HEAD = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 class Ngh2Call:
     """Implements ``RpcCall``. Made by the connection, which feeds it and holds it while it is open."""
 
-    __slots__ = ("_connection", "_encoding", "_handler", "_open", "_reassembly", "_responded", "_stream_id")
+    __slots__ = ("_connection", "_encoding", "_handler", "_open", "_paused", "_reassembly", "_responded", "_stream_id")
 
     _handler: CallHandler | None  # None before bind() and after closed() was called
 
@@ -38,6 +38,7 @@ class Ngh2Call:
         self._handler = None
         self._reassembly: Reassembly | None = None  # only once a message did not come in one piece
         self._responded = False
+        self._paused = False
         self._open = True
 
     # the handler's side: Call
@@ -74,11 +75,17 @@ class Ngh2Call:
             self._finish(Status.OK, "")
 
     def pause(self) -> None:
-        """See ``Call.pause``. Shrinking the window to nothing costs those who never pause nothing."""
+        """See ``Call.pause``.
+
+        ngh2 gives credit back by itself; a window shrunk to nothing stops it. Accounting for every chunk instead would
+        cost those who never pause, too.
+        """
+        self._paused = True
         self._resize(0)
 
     def resume(self) -> None:
         """See ``Call.resume``."""
+        self._paused = False
         self._resize(STREAM_WINDOW)
 
     @property
@@ -129,6 +136,11 @@ class Ngh2Call:
         """The stream or its connection is gone."""
         self._open = False
         self._notify_closed()
+
+    def settings_acknowledged(self) -> None:
+        """The peer applied our initial window size, which widened every stream's window, a paused one's as well."""
+        if self._paused:
+            self._resize(0)
 
     def drained_below(self, low_water: int) -> bool:
         """Tell the handler, and return True, when the queue has fallen to ``low_water`` or the call is over."""

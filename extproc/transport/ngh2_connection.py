@@ -13,6 +13,7 @@ from ngh2 import (
     PingAcknowledged,
     RequestReceived,
     Role,
+    SettingsAcknowledged,
     StreamClosed,
     StreamReset,
     TrailersReceived,
@@ -157,6 +158,9 @@ class ServerConnection(Http2Protocol):
         if type(event) is TrailersReceived:  # gRPC clients send none; they end the stream all the same
             if (call := self._calls.get(event.stream_id)) is not None:
                 call.half_closed()
+        elif type(event) is SettingsAcknowledged:
+            for call in self._calls.values():
+                call.settings_acknowledged()
         elif type(event) is PingAcknowledged:
             if event.opaque_data == _DRAIN_PING:
                 self._last_goaway()
