@@ -182,8 +182,7 @@ class Connection(asyncio.Protocol):
         inference = method == "POST" and path in server.inference_paths
         record = Record(method, target, headers, named, inference)
         self._record = record
-        if not path.startswith("/_mock/"):
-            server.recorder.open(record)
+        server.recorder.open(record)
         length = named.get("content-length")
         chunked = "chunked" in named.get("transfer-encoding", "")
         if length is None and not chunked:
@@ -237,11 +236,11 @@ class Connection(asyncio.Protocol):
     def _complete(self, record: Record, body: bytes, fault: Fault | None = None) -> None:
         record.body = body
         record.received = time.time()
-        self._server.recorder.changed()
         self._task = self._server.loop.create_task(self._answer(Exchange(record, self, fault)))
         if record.inference:
             self._server.answering += 1
             self._task.add_done_callback(self._server.answered)
+        self._server.recorder.changed()  # last, so that who waits for the request finds it begun
 
     async def _answer(self, exchange: Exchange) -> None:
         record = exchange.record

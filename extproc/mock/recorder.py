@@ -94,8 +94,9 @@ class Recorder:
         return len(self._records)
 
     def open(self, record: Record) -> None:
-        """A request's head has arrived."""
-        self._records.append(record)
+        """A request's head has arrived; those to the mock itself are not kept."""
+        if not record.target.startswith("/_mock/"):
+            self._records.append(record)
         self.live += 1
         self.changed()
 

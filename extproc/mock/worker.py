@@ -1,9 +1,9 @@
 """A mock worker in general: server, recorder and faults around an engine's rules, in process or as a program.
 
 ``async with SglangMock(role="prefill") as mock: ...`` starts one; ``mock.url`` is where it listens, ``mock.requests``
-what it received. A program's tests talk to it over HTTP: ``GET /_mock/requests``, ``DELETE /_mock/requests``,
-``GET /_mock/live``, ``GET/POST/DELETE /_mock/faults``, ``POST /_mock/listener`` (``{"refuse_seconds": 2}``),
-``POST /_mock/crash``.
+what it received. A program's tests talk to it over HTTP: ``GET`` or ``DELETE /_mock/requests``,
+``GET /_mock/received?count=N`` and ``GET /_mock/idle`` (which wait), ``POST`` or ``DELETE /_mock/faults``,
+``POST /_mock/listener`` (``{"refuse_seconds": 2}``), ``POST /_mock/crash``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import parse_qs
 
 import orjson
 
@@ -21,6 +22,7 @@ from extproc.mock.http_server import HttpServer
 from extproc.mock.recorder import Outcome, Record, Recorder
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
     from types import TracebackType
 
 log = logging.getLogger(__name__)
@@ -181,8 +183,10 @@ class MockWorker(ABC):
             case "DELETE", "/_mock/requests":
                 self.clear()
                 await exchange.reply(200, b"{}")
-            case "GET", "/_mock/live":
-                await exchange.reply(200, orjson.dumps({"live": len(self.live)}))
+            case "GET", "/_mock/received":
+                await self._wait(exchange, self.received(int(parse_qs(record.query).get("count", ["1"])[0])))
+            case "GET", "/_mock/idle":
+                await self._wait(exchange, self.idle())
             case "POST", "/_mock/faults":
                 await self._add_faults(exchange)
             case "DELETE", "/_mock/faults":
@@ -199,6 +203,15 @@ class MockWorker(ABC):
                 self.crash()
             case _:
                 await exchange.reply(404, b"no such mock command", TEXT)
+
+    @staticmethod
+    async def _wait(exchange: Exchange, event: Awaitable[object]) -> None:
+        try:
+            await event
+        except TimeoutError:
+            await exchange.reply(504, b"has not happened", TEXT)
+        else:
+            await exchange.reply(200, b"{}")
 
     async def _add_faults(self, exchange: Exchange) -> None:
         try:

@@ -108,7 +108,7 @@ class Bootstrap:
     def __init__(self) -> None:
         self.peers: set[_DecodePeer] = set()
         self.rooms: dict[int, _Room] = {}
-        self._dropped: dict[int, None] = {}  # rooms that a decode has left before a prefill leg came
+        self.dropped: dict[int, None] = {}  # rooms that a decode has left before a prefill leg came
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -128,7 +128,7 @@ class Bootstrap:
     def enter(self, number: int, digest: int) -> Future[None]:
         """A prefill leg waits in a room: done when a decode is there, TransferError if none will come."""
         future: Future[None] = asyncio.get_running_loop().create_future()
-        if self._dropped.pop(number, 0) is None:
+        if self.dropped.pop(number, 0) is None:
             future.set_exception(TransferError(OTHER_SIDE))
             return future
         room = self.rooms.setdefault(number, _Room())
@@ -165,9 +165,9 @@ class Bootstrap:
             return
         room.decode, room.abandoned = None, True
         if not room.legs:
-            self._dropped[number] = None
-            while len(self._dropped) > _TOMBSTONES:
-                del self._dropped[next(iter(self._dropped))]
+            self.dropped[number] = None
+            while len(self.dropped) > _TOMBSTONES:
+                del self.dropped[next(iter(self.dropped))]
         for leg in room.legs:
             if not leg.done():
                 leg.set_exception(TransferError(OTHER_SIDE))
