@@ -207,6 +207,7 @@ class TestLeaving:
             worker = f.registry.add(spec(P, server.url))
             await server.asked.wait()
             f.registry.remove(worker)
+            await eventually(lambda: f"watch-{worker.id}" not in {task.get_name() for task in asyncio.all_tasks()})
             await until(f.registry, lambda: not len(f.registry))
 
 
@@ -290,6 +291,7 @@ class TestAddresses:
             await until(f.registry, lambda: worker.usable)
             f.names["engine"] = ["127.0.0.2"]
             await until(f.registry, lambda: worker.endpoint == f"127.0.0.2:{server.port}")
+            await eventually(lambda: server.count("/server_info") == 2)  # it may be another server
 
     async def test_a_name_that_vanishes_keeps_its_address_and_says_so(self) -> None:
         async with engine() as server, fleet(FAST) as f:
