@@ -55,7 +55,6 @@ class Session:
         "_size",
         "call",
         "gateway",
-        "has_trailers",
         "record",
     )
 
@@ -63,7 +62,6 @@ class Session:
         self.gateway = gateway
         self.call = call
         self.record = Record(gateway.clock.now())
-        self.has_trailers = False
         self._head: RequestHead | None = None
         self._api: Api | None = None
         self._parts: list[bytes] = []
@@ -91,7 +89,6 @@ class Session:
             if self._course is not None:
                 self._course.response_headers(request.response_headers.headers.headers)
         elif kind == "request_trailers":
-            self.has_trailers = True
             self._on_complete()
         elif kind == "response_trailers":
             self.call.send(wire.response_trailers_reply())
@@ -153,12 +150,12 @@ class Session:
     def _admit(self, head: RequestHead) -> None:
         gateway = self.gateway
         if gateway.authorization is not None:
-            given = head.first.get("authorization", b"")
+            given = head.fields.get("authorization", b"")
             if not compare_digest(given, gateway.authorization):
                 raise GatewayError("unauthorized", "the request does not bear the gateway's API key")
         if gateway.draining:
             raise GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
-        announced = head.first.get("content-length")
+        announced = head.fields.get("content-length")
         if announced is not None and announced.isdigit():
             self._check_size(int(announced))
 

@@ -23,6 +23,8 @@ def varint(value: int) -> bytes:
     """Protobuf's base-128 encoding of a non-negative integer."""
     if value < 0x80:
         return _ONE_BYTE[value]
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -70,11 +72,6 @@ def request_body_reply(body: bytes, *, end: bool) -> bytes:
     return _streamed_body(3, body, end=end)
 
 
-def request_trailers_reply() -> bytes:
-    """``ProcessingResponse.request_trailers`` with nothing changed."""
-    return b"\x2a\x00"
-
-
 def response_headers_reply(mutation: bytes) -> bytes:
     """``ProcessingResponse.response_headers`` with a header mutation."""
     return _mutation(2, mutation)
@@ -112,10 +109,13 @@ def relayed_body(chunk: bytes, *, end: bool) -> list[bytes]:
 def _mutation(number: int, mutation: bytes) -> bytes:
     """HeadersResponse{response{header_mutation}} in the message's field ``number``."""
     size = len(mutation)
+    tag = number << 3 | 2
+    if size < 0x78:  # every length fits one byte
+        return b"%c%c\x0a%c\x12%c%b" % (tag, size + 4, size + 2, size, mutation)
     inner = varint(size)
     middle = varint(size + len(inner) + 1)
     outer = varint(size + len(inner) + len(middle) + 2)
-    return b"%c%b\x0a%b\x12%b%b" % (number << 3 | 2, outer, middle, inner, mutation)
+    return b"%c%b\x0a%b\x12%b%b" % (tag, outer, middle, inner, mutation)
 
 
 def _streamed_body(number: int, body: bytes, *, end: bool) -> bytes:
