@@ -148,16 +148,16 @@ class Exchange:
 
     def _send_stream_head(self, status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> None:
         lines = [f"{name}: {value}\r\n" for name, value in headers]
-        lines += [f"content-type: {content_type}\r\n", "transfer-encoding: chunked\r\n"]
+        lines.append(f"content-type: {content_type}\r\n")
         self.started = True
-        self._connection.write(self._head(status, lines))
+        self._connection.write(self._head(status, lines, b"transfer-encoding: chunked\r\n"))
 
-    def _head(self, status: int, lines: list[str]) -> bytes:
+    def _head(self, status: int, lines: list[str], last: bytes = b"") -> bytes:
         self.record.status = status
         self.record.head_sent = time.time()
         lines.append("vary: Origin\r\n" if self._connection.keep_alive else "vary: Origin\r\nconnection: close\r\n")
         first = f"HTTP/1.1 {status} {_REASONS.get(status, '')}\r\n"
-        return first.encode() + _clock.lines() + "".join(lines).encode("latin-1") + b"\r\n"
+        return first.encode() + _clock.lines() + "".join(lines).encode("latin-1") + last + b"\r\n"
 
     async def _before_head(self, fault: Fault) -> None:
         if fault.delay_head:
