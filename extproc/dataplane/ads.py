@@ -22,12 +22,18 @@ from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
 
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Snapshot
+from extproc.transport.address import SocketFile, UnixAddress, claim_socket_file, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 _TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
+
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its Envoys without a word
+    ("grpc.http2.max_ping_strikes", 0),  # Envoy asks for signs of life more often than grpcio likes
+)
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +69,7 @@ class AdsServer:
         """``address``: ``unix:/path`` or ``host:port``."""
         self._address = address
         self._server: grpc.aio.Server | None = None
+        self._socket_file: SocketFile | None = None
         self._subscribers: set[_Subscriber] = set()
         self._snapshot = Snapshot()
         self._version = 1
@@ -75,22 +82,31 @@ class AdsServer:
         return sum(subscriber.subscribed for subscriber in self._subscribers)
 
     async def start(self) -> None:
-        """Listen. Raises OSError when the address cannot be bound."""
-        server = grpc.aio.server()
+        """Listen. Raises OSError when the address cannot be bound, ValueError when it is none."""
+        address = parse_address(self._address)
+        if isinstance(address, UnixAddress):
+            await claim_socket_file(address.path)
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         ads_pb2_grpc.add_AggregatedDiscoveryServiceServicer_to_server(_Servicer(self._serve), server)
         try:
-            bound = server.add_insecure_port(self._address)
+            port = server.add_insecure_port(str(address))
         except RuntimeError as error:
             raise OSError(f"ADS cannot listen on {self._address}: {error}") from None
         await server.start()
         self._server = server
-        self.port = 0 if self._address.startswith("unix:") else bound
+        if isinstance(address, UnixAddress):
+            self._socket_file = SocketFile.bound(address.path)
+        else:
+            self.port = port
 
     async def stop(self) -> None:
         """End all streams and stop listening. Envoys keep the endpoints they have."""
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
+        if self._socket_file is not None:
+            self._socket_file.remove()
+            self._socket_file = None
 
     async def publish(self, snapshot: Snapshot, timeout: float = 5.0) -> None:  # noqa: ASYNC109  # part of the meaning
         """Make ``snapshot`` what Envoys know; return when every connected one has acknowledged it.

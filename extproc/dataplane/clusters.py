@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from typing import TYPE_CHECKING
 
 from envoy_data_plane.envoy.config.cluster.v3 import (
@@ -20,10 +21,11 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
 from envoy_data_plane.envoy.config.core.v3 import (
     AggregatedConfigSource,
     ApiVersion,
+    BindConfig,
     ConfigSource,
     DataSource,
     Http1ProtocolOptions,
-    TcpKeepalive,
+    SocketOption,
     TransportSocket,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -58,16 +60,8 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
-from extproc.dataplane.http2 import trusted_http2
-from extproc.dataplane.messages import (
-    any_of,
-    extension,
-    is_unix,
-    parse_address,
-    seconds,
-    split_host_port,
-    struct,
-)
+from extproc.dataplane.http2 import trusted_http2, trusted_http2_over_tcp
+from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, struct
 from extproc.dataplane.names import (
     ADS_CLUSTER,
     CONTROL_CLUSTER,
@@ -75,6 +69,7 @@ from extproc.dataplane.names import (
     EXTPROC_CLUSTER,
     METADATA_NAMESPACE,
 )
+from extproc.transport.address import Address, UnixAddress, parse_address
 
 if TYPE_CHECKING:
     from betterproto2 import Message
@@ -82,6 +77,7 @@ if TYPE_CHECKING:
     from extproc.dataplane.config import DataplaneConfig
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_TCP_USER_TIMEOUT = 18  # of Linux, where Envoy runs; the Python that renders this need not
 _UNLIMITED = 1_000_000_000
 _NO_CERTIFICATE_HAS_THIS_HASH = "00" * 32
 
@@ -91,9 +87,9 @@ def clusters(config: DataplaneConfig) -> list[Cluster]:
     return [
         _role_cluster(PREFILL_CLUSTER, config),
         _role_cluster(DECODE_CLUSTER, config),
-        _service_cluster(EXTPROC_CLUSTER, config.extproc, _http2()),
-        _service_cluster(ADS_CLUSTER, config.ads, _http2()),
-        _service_cluster(CONTROL_CLUSTER, config.control, _http1(config.upstream_idle_timeout)),
+        _grpc_cluster(EXTPROC_CLUSTER, parse_address(config.extproc)),
+        _grpc_cluster(ADS_CLUSTER, parse_address(config.ads)),
+        _service_cluster(CONTROL_CLUSTER, parse_address(config.control), _http1(config.upstream_idle_timeout)),
     ]
 
 
@@ -104,7 +100,7 @@ def _role_cluster(name: str, config: DataplaneConfig) -> Cluster:
     that answers 500 to one bad prompt must not vanish behind the decision's back. A worker that cannot be connected
     to is skipped by the retry over the ordered destination list.
     """
-    return Cluster(
+    cluster = Cluster(
         name=name,
         type=ClusterDiscoveryType.EDS,
         eds_cluster_config=ClusterEdsClusterConfig(
@@ -121,35 +117,43 @@ def _role_cluster(name: str, config: DataplaneConfig) -> Cluster:
         load_balancing_policy=_named_hosts_only(),
         typed_extension_protocol_options={_HTTP_OPTIONS: any_of(_http1(config.upstream_idle_timeout))},
         transport_socket_matches=_transport_sockets(config.ca_file),
-        upstream_connection_options=_keepalive(),
     )
+    return _notice_dead_peers(cluster)
 
 
-def _service_cluster(name: str, address: str, options: HttpProtocolOptions) -> Cluster:
-    return Cluster(
+def _grpc_cluster(name: str, address: Address) -> Cluster:
+    options = trusted_http2() if isinstance(address, UnixAddress) else trusted_http2_over_tcp()
+    explicit = HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=options)
+    return _service_cluster(name, address, HttpProtocolOptions(explicit_http_config=explicit))
+
+
+def _service_cluster(name: str, address: Address, options: HttpProtocolOptions) -> Cluster:
+    literal = _is_literal(address)
+    cluster = Cluster(
         name=name,
-        type=ClusterDiscoveryType.STATIC if _is_literal(address) else ClusterDiscoveryType.STRICT_DNS,
-        dns_lookup_family=ClusterDnsLookupFamily.ALL if not _is_literal(address) else ClusterDnsLookupFamily.AUTO,
+        type=ClusterDiscoveryType.STATIC if literal else ClusterDiscoveryType.STRICT_DNS,
+        dns_lookup_family=ClusterDnsLookupFamily.AUTO if literal else ClusterDnsLookupFamily.ALL,
         connect_timeout=seconds(1),
         circuit_breakers=_no_circuit_breakers(),
         typed_extension_protocol_options={_HTTP_OPTIONS: any_of(options)},
-        upstream_connection_options=None if is_unix(address) else _keepalive(),
         load_assignment=ClusterLoadAssignment(
             cluster_name=name,
             endpoints=[
                 LocalityLbEndpoints(
-                    lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=parse_address(address)))],
+                    lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=envoy_address(address)))],
                 )
             ],
         ),
     )
+    return cluster if isinstance(address, UnixAddress) else _notice_dead_peers(cluster)
 
 
-def _is_literal(address: str) -> bool:
-    if is_unix(address):
+def _is_literal(address: Address) -> bool:
+    """There is no name to resolve."""
+    if isinstance(address, UnixAddress):
         return True
     try:
-        ipaddress.ip_address(split_host_port(address)[0])
+        ipaddress.ip_address(address.host)
     except ValueError:
         return False
     return True
@@ -222,21 +226,24 @@ def _no_circuit_breakers() -> CircuitBreakers:
     )
 
 
-def _keepalive() -> UpstreamConnectionOptions:
-    """Notice within a minute that a peer's machine is gone, while a leg waits in silence."""
-    return UpstreamConnectionOptions(
-        tcp_keepalive=TcpKeepalive(keepalive_probes=3, keepalive_time=30, keepalive_interval=10)
+def _notice_dead_peers(cluster: Cluster) -> Cluster:
+    """Keepalive notices a dead machine while a leg waits; the user timeout, while a request is not yet acknowledged."""
+    cluster.upstream_connection_options = UpstreamConnectionOptions(tcp_keepalive=dead_peer_detection())
+    cluster.upstream_bind_config = BindConfig(
+        socket_options=[
+            SocketOption(
+                description="TCP_USER_TIMEOUT",
+                level=socket.IPPROTO_TCP,
+                name=_TCP_USER_TIMEOUT,
+                int_value=60_000,
+            )
+        ]
     )
+    return cluster
 
 
 def _http1(idle_timeout: float) -> HttpProtocolOptions:
     return HttpProtocolOptions(
         common_http_protocol_options=CommonHttpOptions(idle_timeout=seconds(idle_timeout)),
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
-    )
-
-
-def _http2() -> HttpProtocolOptions:
-    return HttpProtocolOptions(
-        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=trusted_http2())
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from envoy_data_plane.envoy.config.core.v3 import Http2ProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import Http2ProtocolOptions, KeepaliveSettings
+
+from extproc.dataplane.messages import seconds
 
 MAX_STREAMS = 2**31 - 1
 _PLENTY = 1_000_000_000
@@ -29,3 +31,13 @@ def trusted_http2() -> Http2ProtocolOptions:
         # One odd header in one message must not cost all the others their connection.
         override_stream_error_on_invalid_http_message=True,
     )
+
+
+def trusted_http2_over_tcp() -> Http2ProtocolOptions:
+    """The same to another machine, which may vanish without a word: it is asked for a sign of life.
+
+    The answer may take long, because the service's event loop may be busy, and losing the connection is the worst case.
+    """
+    options = trusted_http2()
+    options.connection_keepalive = KeepaliveSettings(interval=seconds(15), timeout=seconds(15))
+    return options

@@ -48,7 +48,7 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from extproc.dataplane.access_log import client_access_log
 from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
 from extproc.dataplane.local_replies import client_replies, egress_replies
-from extproc.dataplane.messages import any_of, extension, parse_address, seconds, socket_address
+from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, socket_address
 from extproc.dataplane.names import (
     CLIENT_LISTENER,
     DESTINATION,
@@ -58,6 +58,7 @@ from extproc.dataplane.names import (
     OUR_PREFIX,
 )
 from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
+from extproc.transport.address import parse_address
 
 if TYPE_CHECKING:
     from betterproto2 import Message
@@ -93,6 +94,7 @@ def client_listener(config: DataplaneConfig) -> Listener:
     )
     _leave_alone(manager)
     listener = _listener(CLIENT_LISTENER, socket_address(config.client_host, config.client_port), manager)
+    listener.tcp_keepalive = dead_peer_detection()  # nobody computes for a client that is gone
     listener.traffic_direction = TrafficDirection.INBOUND  # what EnvoyAdmin.begin_draining closes
     return listener
 
@@ -112,7 +114,9 @@ def egress_listener(config: DataplaneConfig) -> Listener:
         local_reply_config=egress_replies(),
     )
     _leave_alone(manager)
-    listener = _listener(EGRESS_LISTENER, parse_address(config.egress, mode=_EGRESS_SOCKET_MODE), manager)
+    listener = _listener(
+        EGRESS_LISTENER, envoy_address(parse_address(config.egress), mode=_EGRESS_SOCKET_MODE), manager
+    )
     # While the gateway drains, requests under way still need their legs: this listener stays as it is until the end.
     listener.traffic_direction = TrafficDirection.OUTBOUND
     listener.drain_type = ListenerDrainType.MODIFY_ONLY

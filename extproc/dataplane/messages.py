@@ -6,21 +6,24 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from envoy_data_plane.envoy.config.core.v3 import (
-    Address,
+    Address as EnvoyAddress,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
     DataSource,
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
     Pipe,
     SocketAddress,
+    TcpKeepalive,
     TypedExtensionConfig,
 )
 from envoy_data_plane.google.protobuf import Any, Struct, Value
 
+from extproc.transport.address import Address, UnixAddress
+
 if TYPE_CHECKING:
     from betterproto2 import Message
-
-_UNIX = "unix:"
 
 
 def any_of(message: Message) -> Any:
@@ -61,26 +64,18 @@ def struct(**fields: bool | str) -> Struct:
     )
 
 
-def is_unix(address: str) -> bool:
-    """Is ``address`` a unix socket rather than ``host:port``?"""
-    return address.startswith(_UNIX)
-
-
-def split_host_port(address: str) -> tuple[str, int]:
-    """``host:port`` with an IPv6 host in brackets; the host comes back without them. Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is neither unix:/path nor host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def socket_address(host: str, port: int) -> Address:
+def socket_address(host: str, port: int) -> EnvoyAddress:
     """A TCP address. Dual stack when ``host`` is the IPv6 wildcard."""
-    return Address(socket_address=SocketAddress(address=host, port_value=port, ipv4_compat=host == "::"))
+    return EnvoyAddress(socket_address=SocketAddress(address=host, port_value=port, ipv4_compat=host == "::"))
 
 
-def parse_address(address: str, *, mode: int = 0) -> Address:
-    """``unix:/path`` or ``host:port``; ``mode`` is for a unix socket that Envoy creates. Raises ValueError."""
-    if is_unix(address):
-        return Address(pipe=Pipe(path=address.removeprefix(_UNIX), mode=mode))
-    return socket_address(*split_host_port(address))
+def dead_peer_detection() -> TcpKeepalive:
+    """Notice within a minute that a silent peer's machine is gone."""
+    return TcpKeepalive(keepalive_probes=3, keepalive_time=30, keepalive_interval=10)
+
+
+def envoy_address(address: Address, *, mode: int = 0) -> EnvoyAddress:
+    """Our address as Envoy's; ``mode`` is for a unix socket that Envoy creates."""
+    if isinstance(address, UnixAddress):
+        return EnvoyAddress(pipe=Pipe(path=address.path, mode=mode))
+    return socket_address(address.host, address.port)

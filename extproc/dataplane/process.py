@@ -168,6 +168,7 @@ class EnvoyProcess:
             *("--admin-address-path", str(self._admin_address_file)),
             *("--log-level", self._log_level),
             *("--log-format", "%L|%n|%v"),
+            *("--file-flush-interval-msec", "1000"),  # of the access log; Envoy's default is ten seconds
             "--disable-hot-restart",
         ]
         if self._config.concurrency is not None:
