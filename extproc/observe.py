@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from extproc.control.metrics import Metrics
+from extproc.control.metrics import Counter, Metrics
 from extproc.exchange.record import Record
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class RequestMetrics:
             "Requests that are over, by what the client was told; code is empty when a worker answered.",
             ("api", "handoff", "status", "code", "outcome"),
         )
+        self._counters: dict[tuple[str, str, int, str], Counter] = {}
         self._duration = metrics.histogram(
             "pd_request_duration_seconds", "From the request's head to the end of its answer.", ("api",)
         )
@@ -80,9 +81,12 @@ class RequestMetrics:
 
     def finished(self, record: Record) -> None:
         """See Observer."""
-        self._requests.labels(
-            record.api, record.handoff, str(record.status), record.code, outcome_of(record)
-        ).inc()
+        key = (record.api, record.handoff, record.status, record.code)
+        counter = self._counters.get(key)
+        if counter is None:
+            labels = (record.api, record.handoff, str(record.status), record.code, outcome_of(record))
+            counter = self._counters[key] = self._requests.labels(*labels)
+        counter.value += 1
         self._duration.labels(record.api).observe(record.ended - record.started)
         if record.prefill_ended:
             self._prefill.labels(record.handoff).observe(record.prefill_ended - record.sent)

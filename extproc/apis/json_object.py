@@ -23,7 +23,7 @@ _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _WS: Final = rb"[ \t\n\r]*"
 _STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 _OPEN: Final = re.compile(_WS + rb"\{")
-_KEY: Final = re.compile(_WS + rb",?" + _WS + rb"(" + _STRING + rb")" + _WS + rb":" + _WS)
+_KEY: Final = re.compile(rb"[ \t\n\r,]*(" + _STRING + rb")" + _WS + rb":" + _WS)
 _CLOSE: Final = re.compile(_WS + rb"\}" + _WS + rb"\Z")
 _SCALAR: Final = re.compile(_STRING + rb"|[^\s,\[\]{}\"]+", re.DOTALL)
 # Everything up to the next bracket that is not inside a string.

@@ -32,6 +32,7 @@ _STEERING_PREFIXES: Final = ("x-pd-", "x-gateway-destination-", "x-envoy-", "x-o
 _RESPONSE_NOT_FORWARDED: Final = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length"}
 )
+_REMEMBERED_NAMES: Final = 4096
 _PLAIN_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -42,12 +43,35 @@ class HeaderValue(Protocol):
     raw_value: bytes
 
 
+class _Names:
+    """What is done with a header by its name, remembered: the same few names come with every request."""
+
+    def __init__(self) -> None:
+        self.forwarded: dict[str, bytes | None] = {}  # in HTTP/2 form; None: not passed on
+        self.withheld: set[str] = set()
+
+    def learn(self, names: Iterable[str]) -> None:
+        """Classify ``names``; a client that makes up names cannot make the memory grow."""
+        if len(self.forwarded) > _REMEMBERED_NAMES:
+            self.forwarded.clear()
+            self.withheld.clear()
+        for name in names:
+            steers = name.startswith(_STEERING_PREFIXES)
+            if steers or name in _CONNECTION:
+                self.withheld.add(name)
+            dropped = steers or name[0] == ":" or name in _NOT_FORWARDED
+            self.forwarded[name] = None if dropped else name.encode("latin-1")
+
+
+_names: Final = _Names()
+
+
 class RequestHead(NamedTuple):
-    """A request's head. Read in one pass: this is done for every request.
+    """A request's head.
 
     Attributes:
         method, path: the pseudo headers; ``path`` with its query.
-        first: the first value of every other header, by lower-case name.
+        fields: the (last) value of every header, by lower-case name.
         forwarded: the end-to-end headers that a leg passes on, in HTTP/2 form, in order.
         withheld: names of headers that no worker may get: they are the connection's, or would steer the gateway or a
             worker.
@@ -55,34 +79,29 @@ class RequestHead(NamedTuple):
 
     method: str
     path: str
-    first: dict[str, bytes]
+    fields: dict[str, bytes]
     forwarded: list[Header]
     withheld: list[bytes]
 
     @classmethod
     def of(cls, headers: Iterable[HeaderValue]) -> RequestHead:
-        """From the headers of an ext_proc message, pseudo headers among them."""
-        method = path = ""
-        first: dict[str, bytes] = {}
-        forwarded: list[Header] = []
-        withheld: list[bytes] = []
-        for header in headers:
-            name, value = header.key, header.raw_value
-            if name[0] == ":":
-                if name == ":path":
-                    path = value.decode("latin-1")
-                elif name == ":method":
-                    method = value.decode("latin-1")
-                continue
-            first.setdefault(name, value)
-            if name in _NOT_FORWARDED:
-                if name in _CONNECTION:
-                    withheld.append(name.encode("latin-1"))
-            elif name[0] == "x" and name.startswith(_STEERING_PREFIXES):
-                withheld.append(name.encode("latin-1"))
-            else:
-                forwarded.append((name.encode("latin-1"), value))
-        return cls(method, path, first, forwarded, withheld)
+        """From the headers of an ext_proc message, pseudo headers among them.
+
+        Measured with ten headers: 10 µs, half of it reading protobuf's fields; classifying each name anew took 17.
+        """
+        pairs = [(header.key, header.raw_value) for header in headers]
+        fields = dict(pairs)
+        known = _names.forwarded
+        if not fields.keys() <= known.keys():
+            _names.learn(fields)
+        forwarded = [(encoded, value) for name, value in pairs if (encoded := known[name])]
+        withheld = (
+            []
+            if _names.withheld.isdisjoint(fields)
+            else [name.encode("latin-1") for name in fields if name in _names.withheld]
+        )
+        method = fields.get(":method", b"").decode("latin-1")
+        return cls(method, fields.get(":path", b"").decode("latin-1"), fields, forwarded, withheld)
 
 
 def end_to_end(headers: Iterable[Header]) -> list[Header]:
@@ -96,9 +115,9 @@ def end_to_end(headers: Iterable[Header]) -> list[Header]:
 
 def client_request_id(head: RequestHead, names: Sequence[str]) -> bytes | None:
     """The id that the client gave: the first of ``names`` that is there with 1 to 128 visible ASCII characters."""
-    first = head.first
+    fields = head.fields
     for name in names:
-        value = first.get(name)
+        value = fields.get(name)
         if value is not None and _PLAIN_ID.fullmatch(value.decode("latin-1")):
             return value
     return None
