@@ -40,6 +40,8 @@ CATALOGUE = _catalogue(
     Fault("payload_too_large", 413, "the body is larger than `--max-payload-size`"),
     Fault("not_implemented", 501, "the API is not served by a prefill/decode fleet (embeddings, classify, audio)"),
     Fault("no_available_workers", 503, "no usable prefill or no usable decode worker at this moment", retryable=True),
+    Fault("no_models_available", 503, "no registered worker has said which model it serves", retryable=True),
+    Fault("no_prefill_servers", 503, "`/server_info` and the like: no usable prefill worker to ask", retryable=True),
     Fault("extproc_unavailable", 503, "Envoy cannot reach the ext_proc service", retryable=True),
     Fault("egress_unavailable", 503, "the ext_proc service cannot reach Envoy's egress listener", retryable=True),
     Fault("draining", 503, "the gateway is shutting down and takes no new requests", retryable=True),

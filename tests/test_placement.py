@@ -87,3 +87,20 @@ def test_a_model_that_is_down_is_not_unknown():
 def test_the_list_for_failover_is_bounded():
     pair = placer(worker(Role.PREFILL, 1), *(worker(Role.DECODE, port) for port in range(10, 30))).pair("tiny")
     assert len(pair.decodes) == CANDIDATES
+
+
+def test_without_a_model_both_legs_are_of_the_same():
+    fleet = [
+        worker(Role.PREFILL, 1, model_ids=("a",)),
+        worker(Role.PREFILL, 2, model_ids=("b",)),
+        worker(Role.DECODE, 11, model_ids=("b",)),
+        worker(Role.DECODE, 12, model_ids=("b", "c")),
+    ]
+    for _ in range(4):
+        pair = placer(*fleet).pair(None)
+        assert pair.prefill is fleet[1]
+        assert set(pair.decodes) == set(fleet[2:])
+    with pytest.raises(GatewayError, match="serve the same model"):
+        placer(fleet[0], *fleet[2:]).pair(None)
+    unknown = worker(Role.PREFILL, 3, model_ids=())
+    assert placer(unknown, *fleet[2:]).pair(None).prefill is unknown

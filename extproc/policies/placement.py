@@ -49,8 +49,21 @@ class Placer:
         decodes = self._fleet.usable(Role.DECODE, model)
         if not prefills or not decodes:
             raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
-        return Pair(
-            self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES))
+        if model is None:
+            return self._pair_of_one_model(prefills, decodes)
+        return Pair(self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES)))
+
+    def _pair_of_one_model(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Pair:
+        """A pair for a request that names no model: any will do, but both legs must be of the same."""
+        for prefill in self._prefill.rank(prefills, len(prefills)):
+            partners = [decode for decode in decodes if _share_model(prefill, decode)]
+            if partners:
+                same = decodes if len(partners) == len(decodes) else partners
+                return Pair(prefill, _of_one_key(self._decode.rank(same, CANDIDATES)))
+        raise GatewayError(
+            "no_available_workers",
+            "No prefill worker and decode worker that are available serve the same model",
+            retry_after=_RETRY_AFTER,
         )
 
     def prefills(self, model: str | None) -> Sequence[Worker]:
@@ -71,6 +84,13 @@ class Placer:
         return GatewayError(
             "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
         )
+
+
+def _share_model(one: Worker, other: Worker) -> bool:
+    """Whether both serve some model; a worker that has not said which serves any."""
+    if one.model_ids == other.model_ids or not one.model_ids or not other.model_ids:
+        return True
+    return not set(one.model_ids).isdisjoint(other.model_ids)
 
 
 def _of_one_key(ranked: Sequence[Worker]) -> Sequence[Worker]:
