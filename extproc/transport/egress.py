@@ -53,9 +53,9 @@ class EgressClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def connected(self) -> bool:
-        """A request sent now would leave at once."""
-        return bool(self._usable)
+    def connections_up(self) -> int:
+        """Connections that take legs now."""
+        return len(self._usable)
 
     @property
     def open_legs(self) -> int:

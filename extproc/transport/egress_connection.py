@@ -70,6 +70,8 @@ class EgressConnection(Http2Protocol):
 
     def submit(self, leg: EgressLeg, headers: Sequence[Header], body: bytes) -> bool:
         """Send a leg's request; False when this connection cannot take it."""
+        if self._retired.is_set():
+            return False
         h2 = self.h2
         try:
             stream_id = h2.send_request(headers, end_stream=not body)
