@@ -1,4 +1,4 @@
-"""The SGLang mock beside answers recorded from a real prefill, decode and aggregated worker: all the same but the values.
+"""The SGLang mock beside answers recorded from a real prefill, decode and aggregated worker: the same but for values.
 
 ``data/mock/sglang-0.5.23.json`` holds requests (without the fields that lead to a room), and each worker's status,
 header names and body.

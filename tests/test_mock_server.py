@@ -223,7 +223,9 @@ async def test_a_crash_breaks_everything_and_frees_the_port(dial: Dial, mock: Sg
 
 async def test_refuse_and_accept_on_the_same_port(dial: Dial, mock: SglangMock) -> None:
     port = mock.port
+    idle = await dial(mock)
     await mock.refuse()
+    assert await idle.ended() == b""
     with pytest.raises(ConnectionRefusedError):
         await dial(mock)
     await mock.accept()
@@ -294,6 +296,16 @@ async def test_drop_during_the_upload(dial: Dial, mock: SglangMock) -> None:
     call.writer.write(f"POST {CHAT} HTTP/1.1\r\ncontent-length: 1000\r\n\r\n".encode())
     assert await call.ended() == b""
     assert mock.legs[0].outcome is Outcome.FAULT
+
+
+async def test_hang_during_the_upload(dial: Dial, mock: SglangMock) -> None:
+    mock.fail(Fault(hang=Point.UPLOAD))
+    call = await dial(mock)
+    call.send("POST", CHAT, BODY)
+    (record,) = await mock.arrived(1)
+    await call.close()
+    await mock.idle()
+    assert (record.received, record.outcome) == (None, Outcome.CLIENT_CLOSED)
 
 
 @pytest.mark.parametrize("point", [Point.BEFORE_HEAD, Point.AFTER_HEAD, Point.MID_BODY])

@@ -105,6 +105,7 @@ class Connection(asyncio.Protocol):
 
     def reset(self) -> None:
         """Break the connection with a TCP reset."""
+        self._closing = True
         if self._record is not None:
             self._server.recorder.close(self._record, Outcome.FAULT)
         sock = self._transport.get_extra_info("socket")
@@ -214,14 +215,13 @@ class Connection(asyncio.Protocol):
         upload.rate = fault.upload_rate
         if fault.drop is Point.UPLOAD:
             self.reset()
-        elif fault.hang is Point.UPLOAD:
-            self._transport.pause_reading()
 
     def _read_body(self, upload: _Upload) -> bool:
-        if not upload.feed(self._buffer):
+        if upload.fault is not None and upload.fault.hang is Point.UPLOAD:
+            self._buffer.clear()  # read on, for only so the peer's leaving is noticed
             return False
         record = self._record
-        if record is None:  # a fault has reset the connection
+        if record is None or self._closing or not upload.feed(self._buffer):
             return False
         self._upload = None
         self._complete(record, bytes(upload.body), upload.fault)

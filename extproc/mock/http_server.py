@@ -62,10 +62,12 @@ class HttpServer:
         return fault or self.faults.on_request(record.path, record.body, inference=record.inference)
 
     async def refuse(self) -> None:
-        """Close the listener: new connections are refused, those that exist go on."""
+        """Close the listener and idle connections: new ones are refused, requests under way go on."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        for connection in list(self.connections):
+            connection.close_when_idle()
 
     async def accept(self, host: str, port: int) -> None:
         """Listen again after ``refuse``."""
