@@ -15,11 +15,12 @@ _log: Final = logging.getLogger("extproc.request")
 
 
 class RequestLog:
-    """An Observer that writes one line per request: at info, or at warning where the answer is a 5xx of ours."""
+    """An Observer that writes one line per request: at info, or at warning where the gateway failed it."""
 
     def finished(self, record: Record) -> None:
         """See Observer."""
-        level = logging.WARNING if record.code and record.status >= 500 else logging.INFO
+        outcome = outcome_of(record)
+        level = logging.WARNING if outcome == "failed" else logging.INFO
         if not _log.isEnabledFor(level):
             return
         started = record.started
@@ -42,7 +43,7 @@ class RequestLog:
                 "status": record.status or None,
                 "code": record.code or None,
                 "reason": record.message or None,
-                "outcome": outcome_of(record),
+                "outcome": outcome,
             },
         )
 
@@ -107,9 +108,12 @@ class Observers:
 
 
 def outcome_of(record: Record) -> str:
-    """``answered`` by a worker, ``rejected`` (4xx) or ``failed`` (5xx) by the gateway, ``left`` before any of these."""
+    """``answered`` by a worker, ``rejected`` (4xx) or ``failed`` by the gateway, ``left`` before any of these.
+
+    ``failed``: a 5xx, or an answer that was cut.
+    """
     if record.code:
-        return "failed" if record.status >= 500 else "rejected"
+        return "rejected" if 400 <= record.status < 500 else "failed"
     return "answered" if record.status else "left"
 
 

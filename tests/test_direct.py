@@ -177,6 +177,7 @@ def test_envoys_word_on_a_prefill_leg_is_not_the_workers(rig, flags, status, cod
     rig.egress.legs[0].answer(503, b"upstream connect error", [(b"x-pd-local-reply", flags)])
     answered, headers, _ = rejection(client)
     assert (answered, headers["x-pd-error-code"]) == (status, code)
+    assert headers.get("retry-after") == ("1" if status == 503 else None)
     assert rig.unreachable == ([rig.workers[0]] if code == "prefill_unreachable" else [])
 
 
@@ -233,6 +234,16 @@ def test_an_early_head_waits_for_the_prefill(rig):
     rig.egress.legs[0].answer(400, b"no")
     answered, _, body = rejection(client)
     assert (answered, body) == (400, b"no")
+    client.close()
+    assert (rig.records[0].status, rig.records[0].code) == (400, "prefill_rejected")
+
+
+def test_a_client_that_leaves_while_the_head_is_kept_back_was_told_nothing(rig):
+    client = rig.post("/generate", GENERATE)
+    released(client)
+    client.decode_head()
+    client.close()
+    assert rig.records[0].status == 0
 
 
 def test_an_early_head_goes_out_when_the_prefill_is_done(rig):

@@ -46,6 +46,7 @@ def test_immediate_replies(status, headers, body):
     reply = ProcessingResponse.FromString(wire.immediate_reply(status, headers, body)).immediate_response
     assert reply.status.code == status
     assert [(o.header.key.encode(), o.header.raw_value) for o in reply.headers.set_headers] == headers
+    assert list(reply.headers.remove_headers) == ["x-pd-upstream"]
     assert reply.body == body
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Session
 
 _log: Final = logging.getLogger(__name__)
-_REMOVE_UPSTREAM: Final = wire.remove_header(b"x-pd-upstream")
 _JSON: Final = wire.set_header(b"content-type", b"application/json")
 
 
@@ -47,6 +46,7 @@ class DirectCourse:
         "_rid",
         "_rooms",
         "_session",
+        "_status",
         "_upstreams",
     )
 
@@ -67,6 +67,7 @@ class DirectCourse:
         self._early_head = False
         self._error: GatewayError | None = None
         self._holding: Handle | None = None
+        self._status = 0  # of the decode's answer
         self._released = False
 
     @classmethod
@@ -115,8 +116,7 @@ class DirectCourse:
                 self._served_by(header.raw_value.decode("latin-1"))
             elif name == "x-pd-error-code":
                 code = header.raw_value.decode("latin-1")
-        record = self._session.record
-        record.status = status
+        self._status = status
         if code is not None:
             self._note_local_reply(code)
         if status >= 400:
@@ -174,6 +174,7 @@ class DirectCourse:
         session = self._session
         record = session.record
         record.headed = session.gateway.clock.now()
+        record.status = self._status
         if self._prefill is None:
             record.prefill = self._decode.name
         else:
@@ -182,7 +183,7 @@ class DirectCourse:
         if session.gateway.config.response_headers:
             mutation += wire.set_header(b"server-timing", server_timing(record))
             mutation += _names(record.prefill, record.decode, record.handoff)
-        session.call.send(wire.response_headers_reply(mutation + _REMOVE_UPSTREAM))
+        session.call.send(wire.response_headers_reply(mutation + wire.REMOVE_UPSTREAM))
 
     def hold_head(self) -> None:
         """See Outside."""

@@ -16,6 +16,7 @@ from extproc.transport.interface import Egress, Header, Leg, Lost
 from extproc.workers.worker import Role, Worker
 
 _ERROR_BODY_LIMIT: Final = 1 << 20  # of a worker's error body that is passed on
+_RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 _UPSTREAM: Final = UPSTREAM.encode()
@@ -168,7 +169,8 @@ def loss_of(role: Role, worker: Worker, reason: Lost, detail: str) -> GatewayErr
     if reason is Lost.RESET:
         message = f"the connection of {role.value} worker {worker.url} broke before its answer was whole ({detail})"
         return GatewayError(f"{role.value}_connection_lost", message)
-    return GatewayError("egress_unavailable", f"Envoy's egress listener does not answer ({detail})", retry_after=1)
+    message = f"Envoy's egress listener does not answer ({detail})"
+    return GatewayError("egress_unavailable", message, retry_after=_RETRY_AFTER)
 
 
 def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker:
@@ -193,7 +195,7 @@ def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:
     name = role.value
     if found & {"UF", "UH", "NC", "NR", "UO"}:
         message = f"{name} worker {worker.url} does not accept connections ({flags.decode('latin-1')})"
-        return GatewayError(f"{name}_unreachable", message)
+        return GatewayError(f"{name}_unreachable", message, retry_after=_RETRY_AFTER)
     if found & {"UT", "SI", "DT", "UMSDR"}:
         return GatewayError(f"{name}_timeout", f"{name} worker {worker.url} did not answer in time")
     message = f"{name} worker {worker.url} closed the connection before it answered ({flags.decode('latin-1')})"

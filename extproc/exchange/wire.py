@@ -53,6 +53,10 @@ def remove_header(name: bytes) -> bytes:
     return field(2, name)
 
 
+# The route adds it to every answer, also to ours, for us to know who answered.
+REMOVE_UPSTREAM: Final = remove_header(b"x-pd-upstream")
+
+
 @lru_cache(4096)  # there are few orders of few workers
 def destination_metadata(addresses: str) -> bytes:
     """The ``dynamic_metadata`` field that names the hosts Envoy may use: ``ip:port,...`` in order of preference."""
@@ -84,7 +88,7 @@ def response_trailers_reply() -> bytes:
 
 def immediate_reply(status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
     """``ProcessingResponse.immediate_response``: Envoy answers the client with this, or resets after the head."""
-    mutation = b"".join([set_header(name, value) for name, value in headers])
+    mutation = b"".join([set_header(name, value) for name, value in headers]) + REMOVE_UPSTREAM
     content = field(1, b"\x08" + varint(status)) + field(2, mutation) + field(3, body)
     return field(7, content + field(5, b"pd_extproc"))
 
