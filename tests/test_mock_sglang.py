@@ -577,6 +577,44 @@ async def test_a_client_that_leaves_frees_id_and_room(pair: Pair, dial: Dial) ->
         mock.clear()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_silence_is_noticed_late(dial: Dial, *, stream: bool) -> None:
+    async with SglangMock("prefill", disconnect_delay=60) as prefill:
+        body = {**REQUESTS[CHAT], "bootstrap_host": "127.0.0.1", "bootstrap_room": 5, "rid": "r1", "stream": stream}
+        call = await dial(prefill)
+        call.send("POST", CHAT, body)
+        await prefill.received(1)
+        await call.close()
+        await prefill.idle()
+        assert prefill.legs[0].outcome is Outcome.CLIENT_CLOSED
+        assert (await ask(prefill, CHAT, body)).json["message"] == "Duplicate request ID detected: r1"
+        await ask(prefill, "/abort_request", {"rid": "r1"})
+        await asyncio.sleep(0)
+        assert prefill.engine.live == {}
+        assert prefill.engine.bootstrap.rooms == {}
+
+
+async def test_the_engine_notices_in_the_end(dial: Dial) -> None:
+    async with SglangMock("regular", disconnect_delay=0.02, first_token_delay=60) as mock:
+        call = await dial(mock)
+        call.send("POST", CHAT, REQUESTS[CHAT])
+        await mock.received(1)
+        await call.close()
+        await mock.idle()
+        assert mock.engine.live
+        await asyncio.sleep(0.05)
+        assert mock.engine.live == {}
+
+
+async def test_disconnect_delay_changes_no_answer() -> None:
+    async with SglangMock("regular", disconnect_delay=60) as mock:
+        for stream in (False, True):
+            assert (await ask(mock, CHAT, {**REQUESTS[CHAT], "stream": stream})).complete
+            answer = await ask(mock, COMPLETIONS, {"prompt": ["a", "b"], "stream": stream})
+            assert (answer.status, answer.complete) == (200, True)
+        assert mock.engine.live == {}
+
+
 async def test_duplicate_ids_in_a_stream(pair: Pair, dial: Dial) -> None:
     pair.regular.fail(Fault(delay_first_token=60), times=1)
     call = await dial(pair.regular)

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-token-delay-ms", type=float, default=0.0, help="time that a prefill takes")
     parser.add_argument("--token-delay-ms", type=float, default=0.0, help="time between two tokens")
     parser.add_argument("--health-delay-ms", type=float, default=0.0, help="time that /health takes")
+    parser.add_argument("--disconnect-delay-ms", type=float, default=0.0, help="time to notice a client that left")
     parser.add_argument("--death-delay-ms", type=float, default=2500.0, help="decode: time to notice a dead prefill")
     parser.add_argument("--connect-timeout", type=float, default=15.0, help="decode: seconds to try a bootstrap port")
     parser.add_argument("--wait-timeout", type=float, default=300.0, help="seconds that a leg waits for the other")
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         first_token_delay=options.first_token_delay_ms / 1000,
         token_delay=options.token_delay_ms / 1000,
         health_delay=options.health_delay_ms / 1000,
+        disconnect_delay=options.disconnect_delay_ms / 1000,
         death_delay=options.death_delay_ms / 1000,
         connect_timeout=options.connect_timeout,
         wait_timeout=options.wait_timeout,

@@ -112,6 +112,7 @@ class Batch:
     sequences: list[Sequence]
     samples: int = 1
     single: bool = True
+    unheard: bool = False  # the client has left, the engine has not noticed
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from extproc.mock.sglang.engine import Engine, InternalError, Pace, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Iterable
 
     from extproc.mock.exchange import Exchange
     from extproc.mock.faults import Fault
@@ -16,12 +16,30 @@ if TYPE_CHECKING:
     from extproc.mock.sglang.engine import Batch, Sequence
 
 
-class Runner:
-    """The way of a request through one engine. ``pace`` holds where a fault does not say otherwise."""
+Result = TypeVar("Result")
 
-    def __init__(self, engine: Engine, pace: Pace) -> None:
+
+class Runner:
+    """The way of a request through one engine. ``pace`` holds where a fault does not say otherwise.
+
+    ``disconnect_delay``: seconds until the engine notices that a client left to which it has sent nothing yet; so long
+    it works on, unless ``/abort_request`` ends it.
+    """
+
+    def __init__(self, engine: Engine, pace: Pace, disconnect_delay: float) -> None:
         self.pace = pace
         self._engine = engine
+        self._disconnect_delay = disconnect_delay
+        self._unheard: set[asyncio.Future[Any]] = set()  # work whose client has left
+
+    def kill(self) -> None:
+        """End the work whose clients have left."""
+        for work in self._unheard:
+            work.cancel()
+
+    async def stop(self) -> None:
+        """The same, and wait for it."""
+        await _cancel(self._unheard)
 
     async def run(self, exchange: Exchange, api: Api) -> None:
         """Answer a request; raises CrashError where the engine's process ends."""
@@ -54,14 +72,14 @@ class Runner:
             else:
                 await self._complete(exchange, api, batch)
         finally:
-            self._engine.release(batch)
+            if not batch.unheard:
+                self._engine.release(batch)
 
     async def _complete(self, exchange: Exchange, api: Api, batch: Batch) -> None:
         pace = self._pace(exchange.fault)
-        if batch.single:
-            await self._engine.complete(batch.sequences[0], pace)
-        else:
-            await self._complete_all(batch, pace)
+        one = batch.single
+        work = self._engine.complete(batch.sequences[0], pace) if one else self._complete_all(batch, pace)
+        await (self._outlive(batch, work) if self._disconnect_delay else work)
         for sequence in batch.sequences:
             status = sequence.failure
             if status is not None:
@@ -83,6 +101,8 @@ class Runner:
     async def _stream(self, exchange: Exchange, api: Api, batch: Batch) -> None:
         pace = self._pace(exchange.fault)
         steps = self._engine.run(batch.sequences[0], pace) if batch.single else self._merged(batch, pace)
+        if self._disconnect_delay and not exchange.started:
+            steps = self._held(batch, steps)
         async for sequence in steps:
             events = api.step(sequence)
             if not exchange.started:
@@ -112,6 +132,25 @@ class Runner:
         finally:
             await _cancel(set(waits))
 
+    async def _held(self, batch: Batch, steps: AsyncIterator[Sequence]) -> AsyncIterator[Sequence]:
+        """The steps, waiting for the first of which outlives the client for a while."""
+        yield await self._outlive(batch, anext(steps))
+        async for sequence in steps:
+            yield sequence
+
+    async def _outlive(self, batch: Batch, work: Awaitable[Result]) -> Result:
+        """The work's result; if the client leaves before, the work goes on until the engine notices."""
+        future = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            batch.unheard = True
+            self._unheard.add(future)
+            future.add_done_callback(self._unheard.discard)
+            future.add_done_callback(lambda _: self._engine.release(batch))
+            asyncio.get_running_loop().call_later(self._disconnect_delay, future.cancel)
+            raise
+
     def _pace(self, fault: Fault | None) -> Pace:
         own = self.pace
         if fault is None:
@@ -123,7 +162,8 @@ class Runner:
         )
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _cancel(futures: Iterable[asyncio.Future[Any]]) -> None:
+    tasks = list(futures)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -30,7 +30,8 @@ class SglangMock(MockWorker):
 
     ``role`` is ``prefill``, ``decode`` or ``regular`` (an aggregated worker); ``tokens`` the length of an answer that
     nothing limits. Times are in seconds: ``first_token_delay`` is the prefill's work, ``health_delay`` what ``/health``
-    takes (1 s on the real engine); for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``.
+    takes (1 s on the real engine), ``disconnect_delay`` how long a request works on whose client left before anything
+    was sent (up to 4 s there); for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``.
     """
 
     inference_paths = frozenset(
@@ -57,6 +58,7 @@ class SglangMock(MockWorker):
         first_token_delay: float = 0.0,
         token_delay: float = 0.0,
         health_delay: float = 0.0,
+        disconnect_delay: float = 0.0,
         death_delay: float = 2.5,
         connect_timeout: float = 15.0,
         wait_timeout: float = 300.0,
@@ -71,7 +73,7 @@ class SglangMock(MockWorker):
         self.model = model
         self.bootstrap_port = bootstrap_port
         self.engine = Engine(_MODES[role], Patience(death_delay, connect_timeout, wait_timeout))
-        self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens))
+        self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens), disconnect_delay)
         self._control = Control(self.engine, self._identity, health_delay)
         self._routes = {
             **self._control.routes(),
@@ -96,10 +98,12 @@ class SglangMock(MockWorker):
             self.bootstrap_port = await self.engine.bootstrap.start(self.host, self.bootstrap_port)
 
     async def _close(self) -> None:
+        await self._runner.stop()
         self.engine.bootstrap.stop()
         await self.engine.prefills.stop()
 
     def _kill(self) -> None:
+        self._runner.kill()
         self.engine.bootstrap.stop()
         self.engine.prefills.kill()
 
