@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,30 @@ async def test_an_address_that_cannot_be_bound(tmp_path: Path) -> None:
     server = AdsServer(f"unix:{tmp_path}/no/such/directory/ads.sock")
     with pytest.raises(OSError, match="ADS cannot listen on unix:"):
         await server.start()
+
+
+async def test_two_servers_never_share_an_address(server: AdsServer) -> None:
+    with pytest.raises(OSError, match="another server listens"):
+        await AdsServer(server._address).start()
+    over_tcp = AdsServer("127.0.0.1:0")
+    await over_tcp.start()
+    with pytest.raises(OSError, match="ADS cannot listen on 127"):
+        await AdsServer(f"127.0.0.1:{over_tcp.port}").start()
+    await over_tcp.stop()
+
+
+async def test_the_socket_file_is_taken_over_and_removed(tmp_path: Path) -> None:
+    file = tmp_path / "ads.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(file))
+    server = AdsServer(f"unix:{file}")
+    await server.start()
+    client = Client(f"unix:{file}")
+    await client.ask(*BOTH)
+    await client.read()
+    await client.close()
+    await server.stop()
+    assert not list(tmp_path.glob("*"))  # noqa: ASYNC240  # nothing else runs
 
 
 def test_of_duplicates_the_first_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from betterproto2 import Casing
 
+from extproc.cli import main
 from extproc.dataplane import paths
 from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.clusters import clusters
@@ -81,6 +83,13 @@ def test_the_standalone_file_is_what_the_code_renders() -> None:
     comment, _, body = file.read_text().partition("\n\n")
     assert all(line.startswith("#") for line in comment.splitlines())
     assert body == bootstrap_yaml(STANDALONE)
+
+
+def test_the_readme_tells_how_to_render_the_standalone_file(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parent.parent / "envoy" / "README.md").read_text()
+    (command,) = [line for line in readme.splitlines() if line.startswith("$ pd-extproc envoy-config ")]
+    assert main(shlex.split(command)[2:]) == 0
+    assert capsys.readouterr().out == bootstrap_yaml(STANDALONE)
 
 
 def test_no_path_is_in_two_tables() -> None:
@@ -196,6 +205,23 @@ def test_role_clusters_send_to_named_hosts_only(name: str) -> None:
 def test_upstream_connections_idle_shorter_than_the_engines_keep_them() -> None:
     options = dict(walk(cluster(render(), "decode")["typed_extension_protocol_options"]))
     assert options["idle_timeout"] == "3s"
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "detects", "asks"),
+    [
+        ("decode", "unix:/r/e", True, False),
+        ("extproc", "unix:/r/e", False, False),
+        ("extproc", "sidecar:1", True, True),
+        ("ads", "unix:/r/a", False, False),
+    ],
+)
+def test_peers_on_other_machines_are_watched(name: str, address: str, detects: bool, asks: bool) -> None:  # noqa: FBT001
+    found = next(each for each in clusters(replace(CONFIG, extproc=address)) if each.name == name)
+    document = found.to_dict(casing=Casing.SNAKE)
+    assert ("tcp_keepalive" in document.get("upstream_connection_options", {})) is detects
+    assert ("upstream_bind_config" in document) is detects
+    assert ("connection_keepalive" in dict(walk(document))) is asks
 
 
 def test_every_circuit_breaker_is_raised() -> None:
