@@ -147,6 +147,14 @@ def test_a_prefills_5xx_ends_the_request_at_once(rig, status, told, code):
     rig.assert_nothing_is_left()
 
 
+def test_a_prefill_that_was_aborted_has_failed_although_it_says_200(rig):
+    client = rig.post(PATH, CHAT)
+    released(client)
+    rig.egress.legs[0].answer(200, b'{"choices":[{"index":0,"finish_reason":"abort"}]}')
+    answered, headers, _ = rejection(client)
+    assert (answered, headers["x-pd-error-code"]) == (502, "prefill_failed")
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
 def test_a_prefills_4xx_is_passed_on_as_it_is(rig, status):
     client = rig.post(PATH, CHAT)

@@ -23,7 +23,7 @@ PREFILL = worker(Role.PREFILL, 1, bootstrap_port=8998)
 
 
 def test_rooms_are_63_bits_and_never_two_alike(monkeypatch):
-    draws = iter([5, 5, 7, 5, 7, 2**63 - 1])
+    draws = iter([5, 5, 0, 7, 5, 7, 0, 2**63 - 1])  # in room 0 the real decode never answers
     asked = []
     monkeypatch.setattr("random.getrandbits", lambda bits: asked.append(bits) or next(draws))
     rooms = sglang.Rooms()
@@ -114,6 +114,21 @@ def test_each_api_names_requests_by_its_own_key(api, key):
 
 def test_messages_cannot_be_named():
     assert MESSAGES.rid_key is None
+
+
+@pytest.mark.parametrize(
+    ("body", "aborted"),
+    [
+        (b'{"choices":[{"finish_reason":"abort"}]}', True),
+        (b'{"meta_info":{"finish_reason": {"type": "abort", "message": "x"}}}', True),
+        (b'[{"meta_info":{"finish_reason":null}},{"meta_info":{"finish_reason":{"type":"abort"}}}]', True),
+        (b'{"choices":[{"finish_reason":"length"}]}', False),
+        (json.dumps({"text": '"finish_reason":"abort"', "finish_reason": "stop"}).encode(), False),
+        (b'{"choices":[{"message":{"content":"abort"},"finish_reason":"stop"}]}', False),
+    ],
+)
+def test_an_aborted_answer_is_seen(body, aborted):
+    assert sglang.answer_is_aborted(body) is aborted
 
 
 def test_names_are_all_of_one_length_so_that_none_begins_another():

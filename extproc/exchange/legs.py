@@ -15,7 +15,7 @@ from extproc.handoff import sglang
 from extproc.transport.interface import Egress, Header, Leg, Lost
 from extproc.workers.worker import Role, Worker
 
-_ERROR_BODY_LIMIT: Final = 1 << 20  # of a worker's error body that is passed on
+_BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
@@ -70,8 +70,7 @@ def leg_path(api: Api, client_path: str) -> bytes:
 class WholeAnswer:
     """Receives a leg's answer as a whole: either ``complete`` or ``failed`` is called, once.
 
-    The body of a 2xx answer is thrown away unless ``keep``; an error's body is kept up to a limit. ``leg`` says in
-    messages and codes which leg it is: ``prefill`` or ``decode``.
+    Of a body that is not to be kept whole only a first part is, enough for an error or to see what became of one token.
     """
 
     __slots__ = ("_complete", "_failed", "_keep", "_parts", "_role", "_size", "_worker", "headers", "status")
@@ -107,16 +106,19 @@ class WholeAnswer:
 
     def data(self, chunk: bytes) -> None:
         """See LegReceiver."""
-        if self._keep or (self.status >= 300 and self._size < _ERROR_BODY_LIMIT):
+        if self._keep or self._size < _BODY_LIMIT:
             self._parts.append(chunk)
             self._size += len(chunk)
 
     def done(self) -> None:
         """See LegReceiver."""
-        if 200 <= self.status < 300:
-            self._complete(self)
-        else:
+        if not 200 <= self.status < 300:
             self._failed(failure_of(self._role, self._worker, self.status, self.headers, self.body))
+        elif sglang.answer_is_aborted(self.body):
+            name = self._role.value
+            self._failed(GatewayError(f"{name}_failed", f"{name} worker {self._worker.url} aborted the request"))
+        else:
+            self._complete(self)
 
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
@@ -146,19 +148,14 @@ def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header
     if (flags := fields.get(_LOCAL_REPLY)) is not None:
         return _envoys_word(role, worker, flags)
     retry_after = fields.get(b"retry-after")
-    if 400 <= status < 500:
+    message = f"{name} worker {worker.url} answered {status}"
+    if 400 <= status < 500 or (role is Role.DECODE and status >= 500):  # as a direct request's client would hear it
+        code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
-        return GatewayError(
-            f"{name}_rejected",
-            f"{name} worker {worker.url} answered {status}",
-            status=status,
-            retry_after=retry_after,
-            passed_on=passed_on,
-        )
-    excerpt = body[:_EXCERPT].decode(errors="replace")
+        return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on)
     return GatewayError(
         f"{name}_failed",
-        f"{name} worker {worker.url} answered {status}: {excerpt}",
+        f"{message}: {body[:_EXCERPT].decode(errors='replace')}",
         status=status if status in (503, 504) else None,
         retry_after=retry_after,
     )

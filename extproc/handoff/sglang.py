@@ -4,7 +4,7 @@ What: prefill and decode get the same body plus ``bootstrap_host``, ``bootstrap_
 registers with the prefill's bootstrap server under the room and pulls nothing until the prefill pushed its KV cache.
 When to use: workers started with ``--disaggregation-mode``, whatever their transfer backend.
 Fields: host = host of the prefill worker's URL; port = its ``--disaggregation-bootstrap-port``, or null for the
-engine's default; room = 0 … 2^63-1, one per prompt. ``rid`` is ours unless the client gave one.
+engine's default; room = 1 … 2^63-1, one per prompt. ``rid`` is ours unless the client gave one.
 Failure: a lone leg waits for the engine's own timeout (300 s by default), so the other one must be ended: by ``POST
 /abort_request {"rid"}`` (5-10 ms; the closed connection alone is noticed after up to 4 s). The items of a batch are
 named ``rid_0``, ``rid_1``, ...; aborting one ends the whole answer.
@@ -15,6 +15,7 @@ or more ends the prefill process there.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -27,6 +28,7 @@ from extproc.workers.worker import Worker
 NAME: Final = "sglang"
 ABORT_PATH: Final = b"/abort_request"
 _ROOM_BITS: Final = 63
+_ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*(?:\{\s*"type"\s*:\s*)?"abort"')
 _NOTHING: Final[frozenset[str]] = frozenset()
 _NO_EDITS: Final[Mapping[str, bytes]] = {}
 
@@ -45,7 +47,7 @@ class Rooms:
         rooms: list[int] = []
         while len(rooms) < count:
             room = random.getrandbits(_ROOM_BITS)
-            if room not in self._live:
+            if room and room not in self._live:  # in room 0 the real decode never answers, and the next one dies
                 self._live.add(room)
                 rooms.append(room)
         return tuple(rooms)
@@ -110,6 +112,15 @@ def _bootstrap_members(prefill: Worker, rooms: tuple[int, ...], prompts: int | N
 def _address(host: str, port: int | None) -> tuple[bytes, bytes]:
     """Where the prefill's bootstrap server is, as JSON."""
     return orjson.dumps(host), b"null" if port is None else b"%d" % port
+
+
+def answer_is_aborted(body: bytes) -> bool:
+    """Whether a 2xx answer says that the engine gave the request up.
+
+    An engine ends an aborted request with a success status and ``finish_reason`` "abort" (``/generate``: {"type":
+    "abort"}). Inside a JSON string the quotes would be escaped, so that text of a model cannot look like this.
+    """
+    return b'"abort"' in body and _ABORTED.search(body) is not None
 
 
 def new_rid(prefix: str = "") -> str:
