@@ -57,7 +57,12 @@ CATALOGUE = _catalogue(
     Fault("prefill_timeout", 504, "the prefill leg outlived `--request-timeout-secs`", retryable=True),
     Fault("decode_unreachable", 503, "every candidate decode worker refuses connections", retryable=True),
     Fault("decode_rejected", 400, "in a relayed request: the decode worker's 4xx status and body are passed on"),
-    Fault("decode_failed", 502, "in a relayed request: a decode worker answered with a 5xx status", retryable=True),
+    Fault(
+        "decode_failed",
+        502,
+        "in a relayed request: the decode worker's 5xx status and body are passed on",
+        retryable=True,
+    ),
     Fault(
         "decode_connection_lost",
         502,

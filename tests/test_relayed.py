@@ -168,13 +168,14 @@ def test_a_failed_prefill_ends_all_legs_and_is_told_with_its_status(rig, which):
     rig.assert_nothing_is_left()
 
 
-def test_a_decodes_refusal_is_passed_on(rig):
+@pytest.mark.parametrize(("status", "code"), [(429, "decode_rejected"), (500, "decode_failed"), (503, "decode_failed")])
+def test_a_decodes_error_is_passed_on(rig, status, code):
     client = rig.post(PATH, CHAT)
     _, decodes = legs(rig)
-    decodes[0].answer(429, b"busy", [(b"retry-after", b"9")])
+    decodes[0].answer(status, b"busy", [(b"retry-after", b"9")])
     (message,) = client.call.take()
-    assert (message.immediate_response.status.code, message.immediate_response.body) == (429, b"busy")
-    assert mutated(message)["retry-after"] == "9"
+    assert (message.immediate_response.status.code, message.immediate_response.body) == (status, b"busy")
+    assert (mutated(message)["x-pd-error-code"], mutated(message)["retry-after"]) == (code, "9")
     client.close()
     rig.assert_nothing_is_left()
 
