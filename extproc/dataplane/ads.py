@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Envoy is started by fork and exec, which needs none of grpcio's fork handlers; they would complain on stderr. Must be
 # set before grpcio starts.
@@ -23,9 +23,6 @@ from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
 
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Snapshot
 from extproc.transport.address import SocketFile, UnixAddress, claim_socket_file, parse_address
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 _TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
@@ -143,7 +140,7 @@ class AdsServer:
         subscriber = _Subscriber(peer)
         self._subscribers.add(subscriber)
         reader = asyncio.create_task(self._read(requests, subscriber))
-        reader.add_done_callback(lambda _: subscriber.wake.set())
+        reader.add_done_callback(lambda task: _ended(task, subscriber))
         _log.info("Envoy connected to ADS: %s", peer)
         try:
             while not reader.done():
@@ -195,6 +192,12 @@ class AdsServer:
             _log.error("Envoy rejects endpoints version %d: %s", subscriber.sent, subscriber.rejection)
         else:
             subscriber.acked = subscriber.sent
+
+
+def _ended(reader: asyncio.Task[None], subscriber: _Subscriber) -> None:
+    if not reader.cancelled() and (error := reader.exception()) is not None:
+        _log.debug("ADS stream of %s broke: %s", subscriber.peer, error)
+    subscriber.wake.set()
 
 
 class _Servicer(ads_pb2_grpc.AggregatedDiscoveryServiceServicer):  # type: ignore[misc]  # xds-protos has no types

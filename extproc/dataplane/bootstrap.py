@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import yaml
 from betterproto2 import Casing
 from envoy_data_plane.envoy.config.bootstrap.v3 import (
@@ -29,12 +27,10 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.dataplane.clusters import clusters
+from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.listeners import client_listener, egress_listener
 from extproc.dataplane.messages import any_of, seconds, socket_address
 from extproc.dataplane.names import ADS_CLUSTER
-
-if TYPE_CHECKING:
-    from extproc.dataplane.config import DataplaneConfig
 
 
 def bootstrap_yaml(config: DataplaneConfig) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import TYPE_CHECKING
 
+from betterproto2 import Message
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
@@ -59,6 +59,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 )
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 
+from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.http2 import trusted_http2, trusted_http2_over_tcp
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, struct
@@ -70,11 +71,6 @@ from extproc.dataplane.names import (
     METADATA_NAMESPACE,
 )
 from extproc.transport.address import Address, UnixAddress, parse_address
-
-if TYPE_CHECKING:
-    from betterproto2 import Message
-
-    from extproc.dataplane.config import DataplaneConfig
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TCP_USER_TIMEOUT = 18  # of Linux, where Envoy runs; the Python that renders this need not

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from betterproto2 import Message
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
 from envoy_data_plane.envoy.config.core.v3 import (
     Address,
@@ -46,6 +45,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from extproc.dataplane.access_log import client_access_log
+from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
 from extproc.dataplane.local_replies import client_replies, egress_replies
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, socket_address
@@ -59,11 +59,6 @@ from extproc.dataplane.names import (
 )
 from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
 from extproc.transport.address import parse_address
-
-if TYPE_CHECKING:
-    from betterproto2 import Message
-
-    from extproc.dataplane.config import DataplaneConfig
 
 _EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users
 

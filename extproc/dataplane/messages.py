@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
+from betterproto2 import Message
 from envoy_data_plane.envoy.config.core.v3 import (
     Address as EnvoyAddress,
 )
@@ -21,9 +21,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.google.protobuf import Any, Struct, Value
 
 from extproc.transport.address import Address, UnixAddress
-
-if TYPE_CHECKING:
-    from betterproto2 import Message
 
 
 def any_of(message: Message) -> Any:

@@ -14,17 +14,14 @@ import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
 from extproc.dataplane import child
 from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.bootstrap import bootstrap_yaml
+from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.names import CLIENT_LISTENER
-
-if TYPE_CHECKING:
-    from extproc.dataplane.config import DataplaneConfig
 
 _log = logging.getLogger(__name__)
 _envoy_log = logging.getLogger("envoy")
@@ -41,6 +38,7 @@ _OUR_LEVELS = {
 }
 _POLL_SECONDS = 0.02
 _TERMINATION_SECONDS = 5.0
+_VERSION_SECONDS = 5.0
 _LONGEST_LOG_LINE = 1024 * 1024
 
 
@@ -226,8 +224,7 @@ class EnvoyProcess:
         """Why Envoy did not start, in its own words, and which Envoy it was: an old one does not know our settings."""
         assert self._log_reader is not None
         await asyncio.wait([self._log_reader], timeout=1)
-        asked = await asyncio.create_subprocess_exec(self._program, "--version", stdout=PIPE, stderr=DEVNULL)
-        version = (await asked.communicate())[0].decode(errors="replace").strip() or "no version"
+        version = await _version(self._program)
         return f"It said: {self._last_words or 'nothing'} ({self._program}: {version})"
 
     async def _drain(self, admin: EnvoyAdmin, grace: float) -> None:
@@ -240,6 +237,17 @@ class EnvoyProcess:
     @staticmethod
     async def _active_requests(admin: EnvoyAdmin) -> int:
         return await admin.gauge(f"http.{CLIENT_LISTENER}.downstream_rq_active")
+
+
+async def _version(program: str) -> str:
+    asked = await asyncio.create_subprocess_exec(program, "--version", stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
+    try:
+        async with asyncio.timeout(_VERSION_SECONDS):
+            said, _ = await asked.communicate()
+    except TimeoutError:
+        asked.kill()
+        said, _ = await asked.communicate()
+    return said.decode(errors="replace").strip() or "no version"
 
 
 async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:

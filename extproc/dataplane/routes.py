@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
     HeaderMatcher,
@@ -18,6 +16,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
+from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.messages import any_of, inline, seconds, set_header
 from extproc.dataplane.names import (
@@ -38,9 +37,6 @@ from extproc.dataplane.paths import (
     PREFILL_PATHS,
 )
 from extproc.errors import CATALOGUE, error_body
-
-if TYPE_CHECKING:
-    from extproc.dataplane.config import DataplaneConfig
 
 EXT_PROC_FILTER = "ext_proc"
 
