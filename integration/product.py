@@ -203,13 +203,14 @@ class Product:
         for mock in self.mocks:
             await mock.idle()
             assert mock.engine.live == {}, f"{mock.role} still runs requests"
-            assert mock.engine.bootstrap.rooms == {}, "a leg still waits in a room"
-        await self._no_legs()
+        # Aborts are sent and not waited for, and a decode says over TCP that it has left a room.
+        await _soon(lambda: not self.service._egress.open_legs, "legs are left")
+        await _soon(lambda: not any(mock.engine.bootstrap.rooms for mock in self.prefills), "a leg waits in a room")
 
-    async def _no_legs(self) -> None:
-        """Aborts are sent and not waited for: their answers take a moment."""
-        egress = self.service._egress
-        deadline = time.monotonic() + PATIENCE
-        while egress.open_legs:
-            assert time.monotonic() < deadline, "legs are left"
-            await asyncio.sleep(0.002)
+
+async def _soon(condition: Callable[[], bool], complaint: str) -> None:
+    """Wait for something that no event tells of."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        await asyncio.sleep(0.002)
