@@ -88,11 +88,12 @@ class RequestMetrics:
             labels = (record.api, record.handoff, str(record.status), record.code, outcome_of(record))
             counter = self._counters[key] = self._requests.labels(*labels)
         counter.value += 1
-        self._duration.labels(record.api).observe(record.ended - record.started)
+        started = record.started
+        self._duration.labels(record.api).observe(record.ended - started)
         if record.prefill_ended:
             self._prefill.labels(record.handoff).observe(record.prefill_ended - record.sent)
         if record.headed:
-            self._head.labels(record.api).observe(record.headed - record.started)
+            self._head.labels(record.api).observe(record.headed - started)
 
 
 class Observers:

@@ -146,23 +146,54 @@ class JsonObject:
 
         None when a key is duplicated: the dict then lacks a member, and the steps cannot end at the closing brace.
         """
-        if self._known_spans is not None:
-            return self._known_spans
+        if self._known_spans is None:
+            self._known_spans = self._plain_spans() or self._spaced_spans()
+        return self._known_spans
+
+    def _plain_spans(self) -> list[tuple[int, int, int]] | None:
+        """The spans of a document laid out as writers do: plain keys, one blank or none behind ``:`` and ``,``.
+
+        None when it is not, or when a key is duplicated. This is asked of every request; it takes a third of the time
+        of the patterns that follow any layout.
+        """
+        raw = self.raw
+        at = raw.startswith
+        if not at(b'{"'):
+            return None
+        spans = []
+        position = 1
+        for key, value in self._values.items():
+            colon = position + len(key) + 1
+            if at(b'": ', colon):
+                start = colon + 3
+            elif at(b'":', colon):
+                start = colon + 2
+            else:
+                return None
+            end = start + len(memoryview(value))
+            spans.append((position, start, end))
+            if at(b', "', end):
+                position = end + 2
+            elif at(b',"', end):
+                position = end + 1
+            else:
+                position = len(raw)  # the last one, or a layout of another kind
+        return spans if end == len(raw) - 1 and len(spans) == len(self._values) else None
+
+    def _spaced_spans(self) -> list[tuple[int, int, int]] | None:
+        """The spans of a document of any layout; None when a key is duplicated."""
         raw = self.raw
         opened = _OPEN.match(raw)
         position = opened.end() if opened else 0
         spans = []
-        match = _KEY.match
         for value in self._values.values():
-            key = match(raw, position)
+            key = _KEY.match(raw, position)
             if key is None:
                 return None
             start = key.end()
             position = start + len(memoryview(value))
             spans.append((key.start(1), start, position))
-        if _CLOSE.match(raw, position):
-            self._known_spans = spans
-        return self._known_spans
+        return spans if _CLOSE.match(raw, position) else None
 
     def _members(self) -> Iterator[tuple[str, int, int, int]]:
         """All members, duplicates too, as (key, key's start, value's start, value's end)."""

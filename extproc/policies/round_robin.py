@@ -19,21 +19,21 @@ class RoundRobinPolicy:
     def __init__(self) -> None:
         self._seen: Sequence[Worker] = ()
         self._next = 0
+        self._rankings: dict[tuple[int, int], Sequence[Worker]] = {}  # of the candidates seen last, by start and limit
 
     def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
         """The next candidate and those after it."""
-        count = len(candidates)
-        if count == 1:
-            return candidates
         if candidates is not self._seen:
             self._next = self._resume(candidates)
             self._seen = candidates
-        start = self._next % count
-        self._next = start + 1
-        if limit >= count:
-            return (*candidates[start:], *candidates[:start]) if start else candidates
-        end = start + limit
-        return candidates[start:end] if end <= count else (*candidates[start:], *candidates[: end - count])
+            self._rankings.clear()
+        start = self._next
+        self._next = start + 1 if start + 1 < len(candidates) else 0
+        ranking = self._rankings.get((start, limit))
+        if ranking is None:
+            turned = (*candidates[start:], *candidates[:start])
+            ranking = self._rankings[start, limit] = turned[:limit]
+        return ranking
 
     def _resume(self, candidates: Sequence[Worker]) -> int:
         """Where the turn goes on in a changed set: at the first one after the last chosen that is still there."""
