@@ -6,7 +6,12 @@ import json
 from dataclasses import dataclass, field
 
 from envoy.config.core.v3.base_pb2 import HeaderMap
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
@@ -93,7 +98,7 @@ class FakeLeg:
         for step in (
             lambda: self.receiver.head(status, [(b"content-type", b"application/json"), *headers]),
             lambda: self.receiver.data(body),
-            lambda: self.receiver.done(),
+            self.receiver.done,
         ):
             if not self.cancelled:
                 step()
@@ -210,19 +215,19 @@ class Client:
 
     def head(self, path, *, method="POST", headers=(), end=False) -> None:
         pairs = [(":method", method), (":path", path), (":scheme", "http"), (":authority", "gateway"), *headers]
-        self.tell(request_headers=_http_headers(pairs, end))
+        self.tell(request_headers=_http_headers(pairs, end=end))
 
     def body(self, chunk: bytes, *, end=False) -> None:
         self.tell(request_body=HttpBody(body=chunk, end_of_stream=end))
 
     def decode_head(self, status=200, headers=()) -> None:
-        self.tell(response_headers=_http_headers([(":status", str(status)), *headers], False))
+        self.tell(response_headers=_http_headers([(":status", str(status)), *headers], end=False))
 
     def close(self) -> None:
         self.session.closed()
 
 
-def _http_headers(pairs, end):
+def _http_headers(pairs, *, end):
     header_map = HeaderMap()
     for key, value in pairs:
         header_map.headers.add(key=key, raw_value=value.encode())

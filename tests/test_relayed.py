@@ -31,7 +31,8 @@ def chat_answer(text):
 
 
 def event(**fields):
-    return b"data: " + json.dumps({"id": "x", "object": "chat.completion.chunk", "created": 1, **fields}).encode() + b"\n\n"
+    chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, **fields}
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
 def delta(text):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from urllib.parse import urlsplit
 
 from extproc.errors import InvalidUrlError
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether ``host`` (without brackets) is an IP address rather than a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _SCHEMES = ("http", "https", "grpc", "grpcs", "ipc")
@@ -63,6 +74,8 @@ class WorkerUrl:
             raise InvalidUrlError(text, f"{parts.scheme}:// workers are not served yet; use http:// or https://")
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
             raise InvalidUrlError(text, "URL must be scheme://host[:port] without credentials, path, query or fragment")
+        if parts.scheme == "https" and is_ip_address(host):
+            raise InvalidUrlError(text, "https:// needs a host name: Envoy checks the certificate against it")
         if port == 0:
             raise InvalidUrlError(text, "Port must be between 1 and 65535")
         return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme])
