@@ -143,7 +143,9 @@ def running() -> Iterator[Engines]:
 
 
 def main() -> None:
-    """Run the servers until interrupted."""
+    """Run the servers until interrupted or terminated."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with running() as engines, contextlib.suppress(KeyboardInterrupt):
         for server in engines.servers:
             print(f"{server.name:10} {server.url}   log {server.log}")
