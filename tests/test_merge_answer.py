@@ -168,6 +168,20 @@ def test_extensions_are_listed_per_sample() -> None:
     }
 
 
+def test_what_a_stream_has_once_is_in_the_order_of_samples() -> None:
+    def stream(prompt_tokens: int, ids: list[int]) -> bytes:
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1, "total_tokens": prompt_tokens + 1}
+        chunks = [{"choices": [], "sglext": {"output_ids": [ids]}}, {"choices": [], "usage": usage}]
+        return b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n"
+
+    answer = joined_answer(request(CHAT, 1, 2))
+    assert answer.decode_data(1, stream(9, [2])) == b""
+    assert events(answer.decode_data(0, stream(5, [1]))) == [
+        {"choices": [], "sglext": {"output_ids": [[1], [2]]}},
+        {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}},
+    ]
+
+
 def test_comments_and_event_names_pass() -> None:
     answer = joined_answer(request(GENERATE, 1, 2))
     assert answer.decode_data(0, b": ping\n\n") == b": ping\n\n"

@@ -139,7 +139,7 @@ class JoinedStream:
         self.complete = False
         self._samples = [_SampleStream() for _ in range(request.samples)]
         self._identity: RawObject = {}  # of the first chunk: one answer has one
-        self._once: dict[tuple[bytes, ...], list[RawObject]] = {}
+        self._once: dict[tuple[bytes, ...], dict[int, RawObject]] = {}  # chunks of no choices, by kind and sample
 
     def prefill_done(self, sample: int, body: bytes) -> bytes:
         """See :class:`JoinedAnswer`."""
@@ -206,7 +206,7 @@ class JoinedStream:
         chunk.update(self._identity)
         choices = [raw_object(choice, "a choice") for choice in raw_list(chunk.get("choices"), "`choices`")]
         if not choices:
-            self._once.setdefault((other, *(key.encode() for key in chunk)), []).append(chunk)
+            self._once.setdefault((other, *(key.encode() for key in chunk)), {})[sample] = chunk
             return b""
         for choice in choices:
             renumber(choice, sample, samples)
@@ -223,7 +223,7 @@ class JoinedStream:
         self.complete = True
         return once + _END
 
-    def _merged(self, chunks: list[RawObject]) -> RawObject:
+    def _merged(self, chunks: dict[int, RawObject]) -> RawObject:
         if len(chunks) != len(self._samples):
             raise bad_reply(f"{len(self._samples)} chunks without choices were expected, not {len(chunks)}")
-        return merged_once(chunks)
+        return merged_once([chunks[sample] for sample in range(len(chunks))])
