@@ -31,4 +31,5 @@ async def product(running: Product) -> AsyncIterator[Product]:
     """The module's product (``running``), with nothing remembered from other tests; nothing of this one may be left."""
     await running.forget()
     yield running
+    await running.client.close()
     await running.settled()

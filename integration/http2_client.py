@@ -44,22 +44,23 @@ class Stream:
     async def head(self) -> Reply:
         """The answer's status and headers."""
         while not self.reply.headed:
-            await self._next()
+            await self.progress()
         return self.reply
 
     async def until(self, text: bytes) -> None:
         """Read on until ``text`` has come."""
         while text not in self.reply.body:
             assert not self.reply.ended, f"{text!r} never came, but {self.reply.body!r}"
-            await self._next()
+            await self.progress()
 
     async def whole(self) -> Reply:
         """The complete answer. Raises CutError when the stream is reset."""
         while not self.reply.ended:
-            await self._next()
+            await self.progress()
         return self.reply
 
-    async def _next(self) -> None:
+    async def progress(self) -> None:
+        """Wait for whatever comes next."""
         if self._error is not None:
             raise CutError(self.reply.body)
         self._changed.clear()

@@ -194,17 +194,28 @@ class Exchange:
         return left
 
 
-@dataclass(frozen=True, slots=True)
 class Client:
     """Makes requests to one address, each on a connection of its own."""
 
-    host: str
-    port: int
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._writers: list[asyncio.StreamWriter] = []
 
-    async def connect(self, method: str = "POST") -> Exchange:
-        """A connection on which nothing has been sent."""
-        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
+    async def connect(self, method: str = "POST", *, buffer: int = 1 << 24) -> Exchange:
+        """A connection on which nothing has been sent. About twice ``buffer`` bytes are read before they are wanted."""
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=buffer)
+        self._writers.append(writer)
         return Exchange(reader, writer, method)
+
+    async def close(self) -> None:
+        """Close the connections that are still open."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
+        for writer in writers:
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     def request_head(self, method: str, target: str, headers: Iterable[tuple[str, str]]) -> bytes:
         """The bytes of a request's head."""
@@ -214,9 +225,11 @@ class Client:
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in given)]
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
-    async def open(self, target: str, body: object = None, headers: Headers = (), method: str = "POST") -> Exchange:
+    async def open(
+        self, target: str, body: object = None, headers: Headers = (), method: str = "POST", *, buffer: int = 1 << 24
+    ) -> Exchange:
         """Send a whole request and read nothing yet. ``body`` that is not bytes goes as JSON."""
-        exchange = await self.connect(method)
+        exchange = await self.connect(method, buffer=buffer)
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         fields = list(headers)
         if body is not None:

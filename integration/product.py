@@ -102,6 +102,7 @@ class Product:
         self.client = Client(*self.service.client_address)
 
     async def _stop(self) -> None:
+        await self.client.close()
         self.service.stop()
         async with asyncio.timeout(30):
             assert await self._running == 0
@@ -204,13 +205,13 @@ class Product:
             await mock.idle()
             assert mock.engine.live == {}, f"{mock.role} still runs requests"
         # Aborts are sent and not waited for, and a decode says over TCP that it has left a room.
-        await _soon(lambda: not self.service._egress.open_legs, "legs are left")
-        await _soon(lambda: not any(mock.engine.bootstrap.rooms for mock in self.prefills), "a leg waits in a room")
+        await soon(lambda: not self.service._egress.open_legs, "legs are left")
+        await soon(lambda: not any(mock.engine.bootstrap.rooms for mock in self.prefills), "a leg waits in a room")
 
 
-async def _soon(condition: Callable[[], bool], complaint: str) -> None:
+async def soon(condition: Callable[[], bool], complaint: str, within: float = PATIENCE) -> None:
     """Wait for something that no event tells of."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, complaint
         await asyncio.sleep(0.002)

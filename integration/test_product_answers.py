@@ -92,7 +92,9 @@ async def running() -> AsyncIterator[Product]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def aggregated() -> AsyncIterator[Client]:
     async with SglangMock("regular") as mock:
-        yield Client(mock.host, mock.port)
+        client = Client(mock.host, mock.port)
+        yield client
+        await client.close()
 
 
 @pytest.mark.parametrize(("path", "body"), (CASES | NOT_STREAMED).values(), ids=CASES | NOT_STREAMED)
