@@ -22,7 +22,8 @@ from extproc.control.worker_metrics import WorkerMetrics
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.envoy_config import dataplane_config
-from extproc.exchange.gateway import Gateway, GatewayConfig, Handle
+from extproc.exchange.clock import Handle
+from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.policies.placement import Placer

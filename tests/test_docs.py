@@ -13,7 +13,7 @@ from extproc.control.metrics import Metrics
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.paths import DECODE_PATHS, INFERENCE_PATHS, PREFILL_PATHS
 from extproc.errors import CATALOGUE
-from extproc.exchange.gateway import ABORT_SECONDS, HOLD_SECONDS, LINGER_SECONDS
+from extproc.exchange.clock import ABORT_SECONDS, HOLD_SECONDS, LINGER_SECONDS
 from extproc.flags import add_arguments, read_settings, split_prefill
 from extproc.observe import RequestMetrics
 from extproc.policies.placement import CANDIDATES

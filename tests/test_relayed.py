@@ -253,6 +253,23 @@ def test_a_request_that_takes_too_long_is_ended():
     rig.assert_nothing_is_left()
 
 
+def test_a_clients_own_name_is_numbered_per_sample_and_can_be_ended(rig):
+    client = rig.post(PATH, CHAT | {"rid": "theirs"})
+    prefills, decodes = legs(rig)
+    assert [leg.json["rid"] for leg in decodes] == [leg.json["rid"] for leg in prefills] == ["theirs_0", "theirs_1"]
+    client.close()
+    assert sorted(rid for _, rid in rig.egress.aborts) == ["theirs_0", "theirs_0", "theirs_1", "theirs_1"]
+    rig.assert_nothing_is_left()
+
+
+def test_every_prompt_of_a_batch_is_ended(rig):
+    client = rig.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+    rid = rig.egress.legs[0].json["rid"]
+    client.close()
+    assert [name for cluster, name in rig.egress.aborts if cluster == "decode"] == [f"{rid}_{i}" for i in range(3)]
+    rig.assert_nothing_is_left()
+
+
 def test_a_last_leg_may_end_by_itself_after_the_answer(rig):
     client = rig.post(PATH, CHAT | {"stream": True})
     prefills, decodes = legs(rig)

@@ -49,7 +49,7 @@ def test_a_batch_gets_a_room_for_every_prompt():
     assert body["bootstrap_host"] == ["127.0.0.1"] * 3
     assert body["bootstrap_port"] == [8998] * 3
     assert body["bootstrap_room"] == [1, 2, 3]
-    assert sglang.abortable_rid(request, "name") == "name_0"
+    assert sglang.abortable_rids(request, "name") == ["name_0", "name_1", "name_2"]
 
 
 def test_the_prefill_leg_is_never_streamed():

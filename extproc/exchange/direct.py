@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.gateway import ABORT_SECONDS, HOLD_SECONDS, LINGER_SECONDS, Handle
+from extproc.exchange.clock import HOLD_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
-from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_path, send_abort
+from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_path, send_aborts
 from extproc.exchange.machine import Event, Exchange, IllegalTransitionError, State
 from extproc.exchange.record import server_timing
 from extproc.handoff import sglang
@@ -260,12 +260,10 @@ class DirectCourse:
         self._session.record.prefill_ended = self._session.gateway.clock.now()
 
     def _abort(self, worker: Worker) -> None:
-        if self._rid is None:
-            return
-        gateway = self._session.gateway
-        rid = sglang.abortable_rid(self._request, self._rid)
-        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id)
-        gateway.clock.after(ABORT_SECONDS, leg.cancel)
+        if self._rid is not None:
+            gateway = self._session.gateway
+            rids = sglang.abortable_rids(self._request, self._rid)
+            send_aborts(gateway.egress, gateway.clock, self._head, worker, rids, self._session.record.request_id)
 
     def _stop_holding(self) -> None:
         if self._holding is not None:

@@ -6,37 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
+from extproc.exchange.clock import ABORT_SECONDS, Clock
 from extproc.exchange.record import Observer
 from extproc.handoff.sglang import Rooms
 from extproc.policies.placement import Placer
 from extproc.transport.interface import Egress
 from extproc.workers.worker import Worker
-
-# How long a prefill leg may go on after the decode's answer ended, and how long an early decode head is kept back.
-# Measured on real SGLang: a prefill answers between 5 ms before and 40 ms after the decode's first token; one that
-# refuses a request does so within 3 ms.
-LINGER_SECONDS: Final = 0.05
-HOLD_SECONDS: Final = 0.03
-ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
-
-
-class Handle(Protocol):
-    """Something scheduled."""
-
-    def cancel(self) -> None:
-        """Do not do it."""
-
-
-class Clock(Protocol):
-    """Time, injected so that tests own it."""
-
-    def now(self) -> float:
-        """Seconds, monotonic."""
-
-    def after(self, seconds: float, callback: Callable[[], None]) -> Handle:
-        """Call ``callback`` once, ``seconds`` from now."""
 
 
 @dataclass(frozen=True, slots=True)

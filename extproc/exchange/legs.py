@@ -10,9 +10,10 @@ from extproc.apis.table import Api
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
 from extproc.errors import GatewayError
+from extproc.exchange.clock import ABORT_SECONDS, Clock
 from extproc.exchange.headers import RequestHead
 from extproc.handoff import sglang
-from extproc.transport.interface import Egress, Header, Leg, Lost
+from extproc.transport.interface import Egress, Header, Lost
 from extproc.workers.worker import Role, Worker
 
 _BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
@@ -179,11 +180,16 @@ def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker:
     return workers[0]
 
 
-def send_abort(egress: Egress, head: RequestHead, worker: Worker, rid: str, request_id: bytes) -> Leg:
-    """Ask ``worker`` to end ``rid`` at once; closing the connection alone takes SGLang up to 4 s to notice."""
-    body = sglang.abort_body(rid)
-    headers = leg_headers(head, sglang.ABORT_PATH, [worker], request_id, len(body))
-    return egress.send(headers, body, Ignored())
+def send_aborts(
+    egress: Egress, clock: Clock, head: RequestHead, worker: Worker, rids: Sequence[str], request_id: bytes
+) -> None:
+    """Ask ``worker`` to end ``rids`` at once; closing the connection alone takes SGLang up to 4 s to notice."""
+    for rid in rids:
+        body = sglang.abort_body(rid)
+        leg = egress.send(
+            leg_headers(head, sglang.ABORT_PATH, [worker], request_id, len(body)), body, Ignored()
+        )
+        clock.after(ABORT_SECONDS, leg.cancel)
 
 
 def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:

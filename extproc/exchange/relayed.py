@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+import orjson
+
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.gateway import ABORT_SECONDS, LINGER_SECONDS
+from extproc.exchange.clock import LINGER_SECONDS
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
-from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, leg_path, loss_of, send_abort
+from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, leg_path, loss_of, send_aborts
 from extproc.exchange.record import naming_headers, server_timing
 from extproc.handoff import sglang
 from extproc.merge.answer import joined_answer
@@ -216,15 +218,16 @@ class RelayedCourse:
         session = self._session
         gateway = session.gateway
         request = self._request
-        if request.api.rid_key is not None and request.api.rid_key not in request.body:
-            sample.rid = sglang.new_rid(request.api.rid_prefix)
+        key = request.api.rid_key
+        edits = sample_edits(request, sample.index)
+        rid = None
+        if key is not None and key not in request.body:
+            sample.rid = rid = sglang.new_rid(request.api.rid_prefix)
+        elif key in edits:  # the client's own name, with the sample's number: nobody else's either
+            name = orjson.loads(edits[key])
+            sample.rid = name if isinstance(name, str) else None
         legs = sglang.plan(
-            request,
-            self._prefill,
-            rooms,
-            sample.rid,
-            edits=sample_edits(request, sample.index),
-            trust_client=gateway.config.trust_client,
+            request, self._prefill, rooms, rid, edits=edits, trust_client=gateway.config.trust_client
         )
         path, request_id = leg_path(request.api, self._head.path), session.record.request_id
         self._prefill.load += 1
@@ -313,9 +316,7 @@ class RelayedCourse:
                 self._abort(sample, sample.worker)
 
     def _abort(self, sample: _Sample, worker: Worker) -> None:
-        if sample.rid is None:
-            return
-        gateway = self._session.gateway
-        rid = sglang.abortable_rid(self._request, sample.rid)
-        leg = send_abort(gateway.egress, self._head, worker, rid, self._session.record.request_id)
-        gateway.clock.after(ABORT_SECONDS, leg.cancel)
+        if sample.rid is not None:
+            gateway = self._session.gateway
+            rids = sglang.abortable_rids(self._request, sample.rid)
+            send_aborts(gateway.egress, gateway.clock, self._head, worker, rids, self._session.record.request_id)

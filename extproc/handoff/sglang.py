@@ -27,6 +27,7 @@ from extproc.workers.worker import Worker
 
 NAME: Final = "sglang"
 ABORT_PATH: Final = b"/abort_request"
+_MAX_ABORTS: Final = 64  # of one batch; the others' legs end with their connection
 _ROOM_BITS: Final = 63
 _ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*(?:\{\s*"type"\s*:\s*)?"abort"')
 _NOTHING: Final[frozenset[str]] = frozenset()
@@ -128,9 +129,14 @@ def new_rid(prefix: str = "") -> str:
     return f"{prefix}{random.getrandbits(128):032x}"
 
 
-def abortable_rid(request: InferenceRequest, rid: str) -> str:
-    """The name under which the engine knows (the first prompt of) the request."""
-    return rid if request.prompts is None else f"{rid}_0"
+def abortable_rids(request: InferenceRequest, rid: str) -> list[str]:
+    """The names under which the engine knows the request: one, or one per prompt of a list.
+
+    Aborting any that still runs ends the whole answer; which of them do is not known here.
+    """
+    if request.prompts is None:
+        return [rid]
+    return [f"{rid}_{index}" for index in range(min(request.prompts, _MAX_ABORTS))]
 
 
 def abort_body(rid: str) -> bytes:
