@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import ngh2
 
@@ -47,8 +48,7 @@ class Peer(asyncio.Protocol):
         self.h2 = ngh2.Connection(ngh2.Role.SERVER, ngh2.Configuration(auto_window_update=owner.auto_window_update))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self.owner.peers.append(self)
         if self.owner.greets:
             self.h2.initiate_connection(self.owner.settings)
