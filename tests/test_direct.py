@@ -348,7 +348,9 @@ def test_the_gateways_key_is_asked_for():
     rig = Rig(api_key="secret")
     assert rejection(rig.post(PATH, CHAT))[0] == 401
     assert rejection(rig.post(PATH, CHAT, headers=[("authorization", "Bearer other")]))[0] == 401
+    assert rejection(rig.post(PATH, CHAT, headers=[("authorization", "Basic secret")]))[0] == 401
     released(rig.post(PATH, CHAT, headers=[("authorization", "Bearer secret")]))
+    released(rig.post(PATH, CHAT, headers=[("authorization", "bearer  secret")]))  # as the control API reads it
 
 
 def test_while_draining_new_requests_are_refused_and_old_ones_end(rig):

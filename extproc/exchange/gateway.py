@@ -64,7 +64,7 @@ class Gateway:
         self.report_unreachable = report_unreachable
         self.rooms = Rooms()
         self.draining = False
-        self.authorization = None if config.api_key is None else b"Bearer " + config.api_key.encode()
+        self.api_key = None if config.api_key is None else config.api_key.encode()
         # In order of their deadlines, since all have the same time: checking them is looking at the first.
         self._alive: dict[Mortal, float] = {}
         self._idle = asyncio.Event()

@@ -149,9 +149,9 @@ class Session:
 
     def _admit(self, head: RequestHead) -> None:
         gateway = self.gateway
-        if gateway.authorization is not None:
-            given = head.fields.get("authorization", b"")
-            if not compare_digest(given, gateway.authorization):
+        if gateway.api_key is not None:
+            scheme, _, key = head.fields.get("authorization", b"").partition(b" ")
+            if not compare_digest(key.strip(), gateway.api_key) or scheme.lower() != b"bearer":
                 raise GatewayError("unauthorized", "the request does not bear the gateway's API key")
         if gateway.draining:
             raise GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
