@@ -119,7 +119,7 @@ def test_two_samples_come_back_as_one_answer(rig):
     assert head[":status"] == "200"
     assert head["server"] == "uvicorn"
     assert head["x-pd-handoff"] == "sglang"
-    assert "content-length" not in head
+    assert head["content-length"] == str(len(body))
     answer = json.loads(body)
     assert [(c["index"], c["message"]["content"]) for c in answer["choices"]] == [(0, "a"), (1, "b")]
     assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}

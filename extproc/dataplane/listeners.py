@@ -75,6 +75,9 @@ def client_listener(config: DataplaneConfig) -> Listener:
             accept_http_10=True,
             default_host_for_http_10="localhost",
             ignore_http_11_upgrade=[StringMatcher(safe_regex=RegexMatcher(regex=".*"))],
+            # Envoy takes any 400 for a broken message and would close the connection, also when it is the service or a
+            # worker that says 400 to a well-formed request. Messages that cannot be parsed still end the connection.
+            override_stream_error_on_invalid_http_message=True,
         ),
         http2_protocol_options=Http2ProtocolOptions(
             max_concurrent_streams=MAX_STREAMS, override_stream_error_on_invalid_http_message=True

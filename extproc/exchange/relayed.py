@@ -272,7 +272,7 @@ class RelayedCourse:
             return
         if self._answer.complete:
             if self._phase is _Phase.WAITING:
-                self._send_head()
+                self._send_head(whole=len(chunk))
             self._phase = _Phase.ENDED
             self._send_body(chunk, end=True)
         elif chunk:
@@ -281,13 +281,16 @@ class RelayedCourse:
                 self._phase = _Phase.ANSWERING
             self._send_body(chunk, end=False)
 
-    def _send_head(self) -> None:
+    def _send_head(self, whole: int | None = None) -> None:
+        """Begin the client's answer; ``whole`` is its length where that is known."""
         session = self._session
         record = session.record
         record.headed = session.gateway.clock.now()
         record.status = 200
         headers = [field for field in end_to_end(self._headers) if field[0] not in (b"content-type", b"x-request-id")]
         headers += [(b"content-type", self._answer.content_type), (b"x-request-id", record.request_id)]
+        if whole is not None:
+            headers.append((b"content-length", b"%d" % whole))
         if session.gateway.config.response_headers:
             headers += [*naming_headers(record), (b"server-timing", server_timing(record))]
         session.call.send(wire.relayed_head(200, headers))
