@@ -37,6 +37,9 @@ class FakeFleet:
             w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids)
         )
 
+    def __len__(self):
+        return len(self.workers)
+
     def knows_model(self, model):
         return any(model in w.model_ids for w in self.workers)
 

@@ -20,6 +20,9 @@ class Fleet(Protocol):
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """The workers of ``role`` that may be given a request for ``model`` now."""
 
+    def __len__(self) -> int:
+        """How many workers are registered."""
+
     def knows_model(self, model: str) -> bool:
         """Whether any registered worker, in whatever state, serves ``model``."""
 
@@ -78,7 +81,8 @@ class Placer:
         return _of_one_key(self._prefill.rank(prefills, CANDIDATES))
 
     def _nobody(self, model: str | None, role: Role) -> GatewayError:
-        if model is not None and not self._fleet.knows_model(model):
+        # A gateway to which nobody has come yet cannot say what exists.
+        if model is not None and len(self._fleet) and not self._fleet.knows_model(model):
             return GatewayError("model_not_found", f"The model `{model}` does not exist", param="model")
         which = f" for model `{model}`" if model is not None else ""
         return GatewayError(
