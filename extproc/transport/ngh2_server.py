@@ -14,6 +14,8 @@ from extproc.transport.ngh2_connection import ServerConnection
 
 _log = logging.getLogger(__name__)
 
+_BACKLOG = 1024  # a unix socket refuses at once what does not fit, and many Envoy threads may come back together
+
 
 class Ngh2ProcessServer:
     """Implements ``ProcessServer`` with asyncio protocols; works on uvloop and on plain asyncio.
@@ -53,11 +55,11 @@ class Ngh2ProcessServer:
         match parse_address(address):
             case UnixAddress(path):
                 await claim_socket_file(path)
-                self._server = await loop.create_unix_server(connect, path)
+                self._server = await loop.create_unix_server(connect, path, backlog=_BACKLOG)
                 self._socket_file = SocketFile.bound(path)
                 self._address = address
             case TcpAddress(host, port):
-                self._server = await loop.create_server(connect, host, port)
+                self._server = await loop.create_server(connect, host, port, backlog=_BACKLOG)
                 self._address = str(TcpAddress(host, self._server.sockets[0].getsockname()[1]))
 
     def set_serving(self, service: str, serving: bool) -> None:  # noqa: FBT001 -- as in ProcessServer
