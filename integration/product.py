@@ -56,14 +56,15 @@ class Product:
     """One gateway with its workers. ``settings`` are those of ``pd-extproc launch``, by name.
 
     Health probes go on, but no number of failures takes a worker out, unless ``settings`` say so: tests of broken
-    workers want them to be chosen.
+    workers want them to be chosen. Mocks that are added later are the test's own. ``wait``: until all can be used.
     """
 
-    def __init__(self, prefills: int = 1, decodes: int = 2, **settings: Any) -> None:
+    def __init__(self, prefills: int = 1, decodes: int = 2, *, wait: bool = True, **settings: Any) -> None:
         self.prefills = [SglangMock("prefill") for _ in range(prefills)]
         self.decodes = [SglangMock("decode") for _ in range(decodes)]
         self.mocks = [*self.prefills, *self.decodes]
         self._given = settings
+        self._wait = wait
         self._others = asyncio.all_tasks()
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -76,7 +77,8 @@ class Product:
                 await stack.enter_async_context(mock)
             await self._start()
             stack.push_async_callback(self._stop)
-            await self.ready()
+            if self._wait:
+                await self.ready()
             self._stack = stack.pop_all()
         return self
 
@@ -185,6 +187,25 @@ class Product:
     def load(self) -> dict[str, int]:
         """The legs under way per worker, where there are any."""
         return {str(worker.url): worker.load for worker in self.service.registry if worker.load}
+
+    # -- its fleet ------------------------------------------------------------------------------------------------
+
+    async def add(self, mock: SglangMock, **fields: object) -> str:
+        """Register a mock by ``POST /workers``; its id. It need not run, and is not waited for."""
+        body = {"url": mock.url, "worker_type": mock.role, **fields}
+        if mock.role == "prefill":
+            body["bootstrap_port"] = mock.bootstrap_port
+        answer = await self.client.post("/workers", body)
+        assert answer.status == 202, answer.body
+        assert answer.header("location") == f"/workers/{answer.json['worker_id']}"
+        return str(answer.json["worker_id"])
+
+    async def remove(self, mock: SglangMock) -> None:
+        """Remove a mock by ``DELETE /workers/{id}``, and wait until it is gone."""
+        worker = self.worker(mock)
+        answer = await self.client.delete(f"/workers/{worker.id}")
+        assert answer.status == 202, answer.body
+        await self.fleet(lambda workers: worker not in workers)
 
     # -- between tests --------------------------------------------------------------------------------------------
 
