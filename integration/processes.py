@@ -1,0 +1,171 @@
+"""``pd-extproc`` as a program: started, listened to, signalled, and looked after when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from http_client import Client, CutError
+from product import soon
+
+PATIENCE = 20.0  # seconds; starting Python and Envoy on a busy machine takes some
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on, for programs that cannot say which they took."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def children_of(pid: int) -> set[int]:
+    """The processes that ``pid`` started."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if int(entry.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.add(int(entry.parent.name))
+    return found
+
+
+async def run(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run ``pd-extproc`` to its end: status, standard output, standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=_environment(env),
+    )
+    async with asyncio.timeout(PATIENCE):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+class Gateway:
+    """``pd-extproc launch`` with JSON logs, until the ``async with`` block ends.
+
+    ``port`` None takes any; then the log must be one that says which, at level info.
+    """
+
+    def __init__(
+        self, run_dir: Path, *arguments: str, port: int | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        self.metrics_port = free_port()
+        self._port = port
+        self._arguments = arguments
+        self._env = env
+        self.logs: list[dict[str, Any]] = []
+        self._news = asyncio.Event()
+        self._family: set[int] = set()
+
+    async def __aenter__(self) -> Self:
+        common = ["--host", "127.0.0.1", "--envoy-admin-port", "0", "--prometheus-host", "127.0.0.1", "--log-json"]
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "extproc", "launch", "--pd-disaggregation", *common),
+            *("--run-dir", str(self.run_dir), "--prometheus-port", str(self.metrics_port), *self._arguments),
+            *("--port", str(self._port or 0)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(self._env),
+        )
+        self._reader = asyncio.create_task(self._read_logs())
+        try:
+            await self._until_serving()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self._family = children_of(self.process.pid)
+        return self
+
+    async def _until_serving(self) -> None:
+        if self._port is None:
+            address = (await self.said("serving"))["address"]
+            self.client = Client("127.0.0.1", int(address.rpartition(":")[2]))
+            return
+        self.client = Client("127.0.0.1", self._port)
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                assert not self._reader.done(), f"the gateway has ended: {self.logs}"
+                with contextlib.suppress(ConnectionError, CutError):
+                    await self.client.get("/liveness")
+                    return
+                await asyncio.sleep(0.02)
+
+    async def __aexit__(self, *_: object) -> None:
+        if hasattr(self, "client"):
+            await self.client.close()
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+        await self._reader
+
+    @property
+    def envoy(self) -> int:
+        """Envoy's process id."""
+        (pid,) = self._family
+        return pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the gateway's process."""
+        self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Wait for the end: its exit status. No process and no socket file may be left."""
+        async with asyncio.timeout(PATIENCE):
+            status = await self.process.wait()
+        await soon(lambda: not any(map(is_alive, self._family)), "processes are left")
+        await self._reader
+        return status
+
+    async def said(self, message: str, **fields: object) -> dict[str, Any]:
+        """Wait for a log line with this message and these fields; the line. Fails when the process ends instead."""
+        wanted = {"message": message, **fields}.items()
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                for line in self.logs:
+                    if wanted <= line.items():
+                        return line
+                assert not self._reader.done(), f"{message!r} was never said, but {self.logs}"
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_ready(self) -> None:
+        """Wait until the gateway says that it can serve requests."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                if (await self.client.get("/readiness")).status == 200:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def _read_logs(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            try:
+                self.logs.append(json.loads(line))
+            except json.JSONDecodeError:
+                self.logs.append({"message": line.decode().rstrip()})
+            self._news.set()
+        self._news.set()
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PD_EXTPROC_")}
+    return own | dict(extra or {})

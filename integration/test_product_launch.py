@@ -1,0 +1,345 @@
+"""``pd-extproc launch`` as a process: signals, deaths, ports, files; and the other commands as a user types them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from http_client import Client, CutError, Exchange
+from processes import Gateway, free_port, is_alive, run
+
+from extproc.dataplane.process import find_envoy
+from extproc.mock import Fault, SglangMock
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATH = "/v1/chat/completions"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+AT_ONCE = ("--drain-settle-secs", "0")
+NO_PORTS = ("--port", "0", "--envoy-admin-port", "0", "--prometheus-port", "0")
+
+
+class Workers:
+    """One prefill and one decode worker, and the options that name them."""
+
+    def __init__(self, prefill: SglangMock, decode: SglangMock) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.options = ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both() -> AsyncIterator[Workers]:
+    async with SglangMock("prefill") as prefill, SglangMock("decode") as decode:
+        yield Workers(prefill, decode)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def workers(both: Workers) -> AsyncIterator[Workers]:
+    """Both, behaving and with nothing remembered."""
+    for mock in (both.prefill, both.decode):
+        mock.behave()
+        await mock.idle()
+        mock.clear()
+    yield both
+
+
+@pytest.fixture
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that does not exist yet, with a path short enough for a socket's."""
+    return tmp_path_factory.mktemp("run") / "pd"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def configured(both: Workers, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """A gateway whose options come from a file, the environment and flags, and that says all it can."""
+    directory = tmp_path_factory.mktemp("configured")
+    file = directory / "gateway.yaml"
+    file.write_text(
+        f"prefill: ['{both.prefill.url} {both.prefill.bootstrap_port}']\n"
+        f"decode: ['{both.decode.url}']\n"
+        "response_headers: false\n"
+        "log_level: error\n"
+        "request_id_headers: [x-my-id]\n"
+    )
+    env = {"PD_EXTPROC_RESPONSE_HEADERS": "true", "PD_EXTPROC_API_KEY": "from-env", "PD_EXTPROC_LOG_LEVEL": "debug"}
+    flags = ["--config", str(file), "--api-key", "from-flag"]
+    async with Gateway(directory / "pd", *flags, env=env) as gateway:
+        await gateway.until_ready()
+        yield gateway
+
+
+# -- serving ----------------------------------------------------------------------------------------------------------
+
+KEY = ("authorization", "Bearer from-flag")
+
+
+async def test_flags_win_over_the_environment_and_that_over_the_file(configured: Gateway, workers: Workers):
+    assert (await configured.client.post(PATH, CHAT, [("authorization", "Bearer from-env")])).status == 401
+    answer = await configured.client.post(PATH, CHAT, [KEY, ("x-my-id", "mine")])
+    assert answer.status == 200
+    assert answer.header("x-request-id") == "mine"  # the file's
+    assert answer.header("x-pd-handoff") == "sglang"  # the environment's
+    assert answer.header("x-pd-decode") == workers.decode.url
+    assert any(line.get("level") == "debug" for line in configured.logs)
+    assert "from-flag" not in str(configured.logs)
+
+
+async def test_one_log_line_per_request(configured: Gateway, workers: Workers):
+    await configured.client.post(PATH, CHAT, [KEY, ("x-my-id", "to be found")])
+    await configured.client.post(PATH, CHAT, [KEY, ("x-my-id", "found")])
+    line = await configured.said("request", request_id="found")
+    expected = {"level": "info", "api": "chat", "model": "tiny", "handoff": "sglang", "status": 200}
+    assert expected.items() <= line.items()
+    assert (line["prefill"], line["decode"]) == (workers.prefill.url, workers.decode.url)
+    assert line["outcome"] == "answered"
+    assert 0 < line["route_ms"] < line["total_ms"]
+
+
+async def test_metrics(configured: Gateway, workers: Workers):
+    workers.prefill.fail(Fault(status=500))
+    await configured.client.post(PATH, CHAT, [KEY])
+    client = Client("127.0.0.1", configured.metrics_port)
+    page = (await client.get("/metrics")).body.decode()
+    await client.close()
+    assert (
+        'pd_requests_total{api="chat",handoff="sglang",status="502",code="prefill_failed",outcome="failed"} 1' in page
+    )
+    assert "pd_requests_in_flight 0" in page
+    assert "pd_rooms_live 0" in page
+    assert f'pd_worker_up{{role="decode",worker="{workers.decode.url}"}} 1' in page
+
+
+async def test_a_run_directory_that_is_in_use(configured: Gateway):
+    options = [*NO_PORTS, "--host", "127.0.0.1", "--run-dir", str(configured.run_dir)]
+    status, _, error = await run("launch", "--pd-disaggregation", *options)
+    assert status == 1
+    assert f"{configured.run_dir} is in use by another pd-extproc" in error
+    assert "Traceback" not in error
+    assert (await configured.client.post(PATH, CHAT, [KEY])).status == 200
+
+
+# -- stopping ---------------------------------------------------------------------------------------------------------
+
+
+async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new(run_dir: Path, workers: Workers):
+    workers.decode.fail(Fault(delay_token=0.05, tokens=20))
+    async with Gateway(run_dir, *workers.options, *AT_ONCE) as gateway:
+        waiting = await gateway.client.connect()  # an idle connection from before
+        exchange = await _streaming(gateway)
+        gateway.signal(signal.SIGTERM)
+        await gateway.said("stopping")
+        await _refused(gateway.client, waiting)
+        assert (await exchange.whole()).events[-1] == "[DONE]"
+        assert await gateway.ended() == 0
+        assert _is_gone(run_dir)
+        with pytest.raises(ConnectionRefusedError):
+            await gateway.client.connect()
+    assert len(workers.prefill.legs) == 1
+
+
+async def test_settling_is_saying_not_ready_and_serving(run_dir: Path, workers: Workers):
+    async with Gateway(run_dir, *workers.options, "--drain-settle-secs", "60") as gateway:
+        await gateway.until_ready()
+        gateway.signal(signal.SIGTERM)
+        await gateway.said("stopping")
+        readiness = await gateway.client.get("/readiness")
+        assert (readiness.status, readiness.json["reason"]) == (503, "draining")
+        assert (await gateway.client.get("/liveness")).status == 200
+        assert (await gateway.client.post(PATH, CHAT)).status == 200
+        gateway.signal(signal.SIGTERM)  # settled enough
+        assert await gateway.ended() == 0
+
+
+async def test_a_second_signal_does_not_wait(run_dir: Path, workers: Workers):
+    workers.decode.fail(Fault(delay_token=0.05, tokens=2000))
+
+    async def stop(number: signal.Signals) -> None:
+        directory = run_dir.with_name(number.name)
+        async with Gateway(directory, *workers.options, *AT_ONCE) as gateway:
+            exchange = await _streaming(gateway)
+            gateway.signal(number)
+            await gateway.said("stopping")
+            await exchange.piece()  # it goes on
+            began = time.monotonic()
+            gateway.signal(number)
+            assert b"[DONE]" not in await exchange.cut()
+            assert await gateway.ended() == 0
+            assert time.monotonic() - began < 5
+            assert _is_gone(directory)
+
+    await asyncio.gather(stop(signal.SIGTERM), stop(signal.SIGINT))
+
+
+async def test_the_grace_period_ends(run_dir: Path, workers: Workers):
+    workers.decode.fail(Fault(delay_token=0.05, tokens=2000))
+    options = [*workers.options, *AT_ONCE, "--shutdown-grace-period-secs", "1", "--log-level", "error"]
+    async with Gateway(run_dir, *options, port=free_port()) as gateway:
+        exchange = await _streaming(gateway)
+        began = time.monotonic()
+        gateway.signal(signal.SIGTERM)
+        await exchange.cut()
+        assert await gateway.ended() == 0
+        assert 0.9 < time.monotonic() - began < 6
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+async def test_envoys_death_is_passed_on(run_dir: Path, workers: Workers):
+    async with Gateway(run_dir, *workers.options) as gateway:
+        os.kill(gateway.envoy, signal.SIGKILL)
+        assert await gateway.ended() == 128 + signal.SIGKILL
+        assert _is_gone(run_dir)
+        assert any("Envoy ended by itself" in line["message"] for line in gateway.logs)
+
+
+async def test_envoys_death_in_the_middle_of_stopping(run_dir: Path, workers: Workers):
+    workers.decode.fail(Fault(delay_token=0.05, tokens=2000))
+    async with Gateway(run_dir, *workers.options, *AT_ONCE) as gateway:
+        exchange = await _streaming(gateway)
+        gateway.signal(signal.SIGTERM)
+        await gateway.said("stopping")
+        os.kill(gateway.envoy, signal.SIGKILL)
+        await exchange.cut()
+        await gateway.ended()  # there is nothing to wait for any more
+        assert _is_gone(run_dir)
+
+
+async def test_a_killed_gateway_takes_envoy_along_and_its_successor_can_start(run_dir: Path, workers: Workers):
+    async with Gateway(run_dir, *workers.options) as gateway:
+        envoy = gateway.envoy
+        gateway.signal(signal.SIGKILL)
+        assert await gateway.ended() == -signal.SIGKILL
+        assert not is_alive(envoy)
+        assert _sockets(run_dir)  # nobody was left to remove them
+    async with Gateway(run_dir, *workers.options, "--log-level", "warn", port=free_port()) as gateway:
+        await gateway.until_ready()
+        assert (await gateway.client.post(PATH, CHAT)).status == 200
+        gateway.signal(signal.SIGINT)
+        assert await gateway.ended() == 0
+        assert not _sockets(run_dir)
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_port_that_is_taken(run_dir: Path):
+    async def start(flag: str) -> None:
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            holder.listen()
+            taken = str(holder.getsockname()[1])
+            directory = run_dir.with_name(flag)
+            hosts = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1", "--run-dir", str(directory)]
+            status, _, error = await run("launch", "--pd-disaggregation", *NO_PORTS, *hosts, flag, taken)
+        assert status == 1
+        assert "cannot start" in error
+        assert taken in error
+        assert "Traceback" not in error
+        assert _is_gone(directory)
+
+    await asyncio.gather(*(start(flag) for flag in ("--port", "--envoy-admin-port", "--prometheus-port")))
+
+
+async def test_an_envoy_that_does_not_exist(run_dir: Path):
+    options = [*NO_PORTS, "--run-dir", str(run_dir), "--envoy-path", "/nonexistent/envoy"]
+    status, _, error = await run("launch", "--pd-disaggregation", *options)
+    assert status == 1
+    assert "/nonexistent/envoy" in error
+    assert "Traceback" not in error
+    assert _is_gone(run_dir)
+
+
+async def test_workers_as_programs(run_dir: Path):
+    """What a user would do by hand: three programs, and a request."""
+    ports = [free_port() for _ in range(3)]
+    prefill = _mock("--role", "prefill", "--port", str(ports[0]), "--bootstrap-port", str(ports[1]))
+    decode = _mock("--role", "decode", "--port", str(ports[2]))
+    try:
+        urls = ["--prefill", f"http://127.0.0.1:{ports[0]}", str(ports[1]), "--decode", f"http://127.0.0.1:{ports[2]}"]
+        async with Gateway(run_dir, *urls) as gateway:
+            await gateway.until_ready()
+            assert (await gateway.client.post(PATH, CHAT)).json["choices"][0]["message"]["content"]
+            gateway.signal(signal.SIGINT)
+            assert await gateway.ended() == 0
+    finally:
+        for process in (prefill, decode):
+            process.terminate()
+            assert process.wait(10) == 0
+
+
+# -- the other commands -----------------------------------------------------------------------------------------------
+
+
+async def test_envoy_takes_the_printed_configuration(tmp_path: Path):
+    options = ["--pd-disaggregation", "--decode", "http://127.0.0.1:1", "--run-dir", "/tmp/pd", "--access-log"]
+    status, configuration, error = await run("envoy-config", *options)
+    assert (status, error) == (0, "")
+    file = tmp_path / "envoy.yaml"
+    file.write_text(configuration)
+    command = [find_envoy(), "--mode", "validate", "-c", str(file), "--log-level", "warning"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    out, _ = await process.communicate()
+    assert process.returncode == 0, out.decode()
+
+
+async def test_the_version():
+    status, out, _ = await run("--version")
+    assert status == 0
+    assert out.startswith("pd-extproc ")
+    script = Path(sys.executable).with_name("pd-extproc")
+    process = await asyncio.create_subprocess_exec(script, "--version", stdout=subprocess.PIPE)
+    assert (await process.communicate())[0].decode() == out
+
+
+async def test_the_demo_shows_and_ends():
+    status, out, error = await run("demo", "--once", "--port", "0")
+    assert status == 0, out + error
+    assert "prefill" in out
+    assert "decode" in out
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+
+async def _streaming(gateway: Gateway) -> Exchange:
+    """A stream that has begun."""
+    await gateway.until_ready()
+    exchange = await gateway.client.open(PATH, {**CHAT, "stream": True})
+    await exchange.until(b"data: ")
+    return exchange
+
+
+async def _refused(client: Client, waiting: Exchange) -> None:
+    """Neither a connection from before nor a new one gets a request through."""
+    for exchange in (waiting, None):
+        try:
+            other = exchange or await client.connect()
+            body = b'{"model":"tiny","messages":[]}'
+            await other.send(client.request_head("POST", PATH, [("content-length", str(len(body)))]) + body)
+            answer = await other.whole()
+        except (CutError, ConnectionError):
+            continue
+        assert (answer.status, answer.code) == (503, "draining")
+
+
+def _mock(*options: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "extproc", "mock", *options], stdout=subprocess.DEVNULL)
+
+
+def _is_gone(directory: Path) -> bool:
+    return not directory.exists()
+
+
+def _sockets(directory: Path) -> list[Path]:
+    return list(directory.glob("*.sock"))
