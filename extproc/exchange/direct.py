@@ -13,9 +13,10 @@ from extproc.exchange import wire
 from extproc.exchange.clock import HOLD_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_path, send_aborts
-from extproc.exchange.machine import Event, Exchange, IllegalTransitionError, State
+from extproc.exchange.machine import Event, IllegalTransitionError, State, rule_of
 from extproc.exchange.record import server_timing
 from extproc.handoff import sglang
+from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
 from extproc.workers.worker import Role, Worker
 
@@ -34,7 +35,6 @@ class DirectCourse:
         "_decode",
         "_early_head",
         "_error",
-        "_exchange",
         "_head",
         "_holding",
         "_leg",
@@ -46,6 +46,7 @@ class DirectCourse:
         "_rid",
         "_rooms",
         "_session",
+        "_state",
         "_status",
         "_upstreams",
     )
@@ -55,7 +56,7 @@ class DirectCourse:
         self._head = head
         self._request = request
         self._path = leg_path(request.api, head.path)
-        self._exchange = Exchange(self)
+        self._state = State.READY
         self._upstreams = upstreams  # where Envoy may send the released request, in order
         self._decode = upstreams[0]  # who has the released request, as far as known
         self._prefill: Worker | None = None
@@ -102,7 +103,7 @@ class DirectCourse:
     def start(self) -> None:
         """See Course."""
         self._session.record.sent = self._session.gateway.clock.now()
-        self._exchange.fire(Event.ACCEPTED if self._prefill is not None else Event.ACCEPTED_ALONE)
+        self._fire(Event.ACCEPTED if self._prefill is not None else Event.ACCEPTED_ALONE)
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:
         """See Course."""
@@ -233,13 +234,16 @@ class DirectCourse:
     def _fire(self, event: Event) -> None:
         """Let an event happen; a defect ends the request and nothing else."""
         try:
-            self._exchange.fire(event)
+            self._state, actions = rule_of(self._state, event)
         except IllegalTransitionError as error:
             _log.exception("request %s: %s", self._session.record.request_id.decode("latin-1"), error)
-            self._session.call.abort(13, str(error))
-            if event is Event.CLOSED and self._exchange.state is not State.OVER:
-                self._exchange.state = State.OVER
+            self._session.call.abort(Status.INTERNAL, str(error))
+            if event is Event.CLOSED and self._state is not State.OVER:
+                self._state = State.OVER
                 self.finish()
+            return
+        for action in actions:
+            getattr(self, action)()
 
     def _prefill_done(self, _: WholeAnswer) -> None:
         self._prefill_over()

@@ -142,20 +142,13 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
 _ROWS: Final = tuple(tuple(RULES.get((state, event)) for event in Event) for state in State)
 
 
-class Exchange:
-    """One direct exchange. ``fire`` is the only way its state changes."""
+def rule_of(state: State, event: Event) -> Rule:
+    """Where ``event`` leads from ``state``, and what is to be done, in order, by the names of Outside's methods.
 
-    __slots__ = ("_outside", "state")
-
-    def __init__(self, outside: Outside) -> None:
-        self._outside = outside
-        self.state = State.READY
-
-    def fire(self, event: Event) -> None:
-        """Let ``event`` happen. Raises IllegalTransitionError where the table has no such pair."""
-        rule = _ROWS[self.state][event]
-        if rule is None:
-            raise IllegalTransitionError(self.state, event)
-        self.state = rule[0]
-        for action in rule[1]:
-            getattr(self._outside, action)()
+    Raises:
+        IllegalTransitionError: the table has no such pair.
+    """
+    rule = _ROWS[state][event]
+    if rule is None:
+        raise IllegalTransitionError(state, event)
+    return rule

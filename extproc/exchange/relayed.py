@@ -211,6 +211,7 @@ class RelayedCourse:
     def _finish(self) -> None:
         self._phase = _Phase.OVER
         self._drop_legs()
+        self._samples.clear()  # they refer back to us
         self._session.gateway.rooms.release(self._rooms)
         self._session.finish()
 

@@ -127,6 +127,7 @@ class Session:
         """The request is over: tell the observer."""
         self.record.ended = self.gateway.clock.now()
         self._parts.clear()
+        self._course = None  # it refers back to us: without the cycle both are freed at once, not by the collector
         self.gateway.leave(self)
         self.gateway.observer.finished(self.record)
 
