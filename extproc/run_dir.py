@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(path: Path, foreign: Path | None = None) -> Iterator[None]:
     """Make ``path`` (mode 0700) if need be and hold it for this process; at the end, nothing of ours is left in it.
+
+    ``foreign`` is a socket of somebody else's, perhaps in ``path``: it is left alone.
 
     A second process that wants it is refused: it would take the first one's sockets away. So is a directory that
     belongs to another user, who could put sockets of his own there. A directory that was there before (a volume
@@ -34,11 +36,11 @@ def held(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(f"{path} is in use by another pd-extproc") from None
-        _remove_sockets(path)  # those of a process that was killed
+        _remove_sockets(path, foreign)  # those of a process that was killed
         try:
             yield
         finally:
-            _remove_sockets(path)
+            _remove_sockets(path, foreign)
             if made:
                 with suppress(OSError):  # somebody else's file is in it
                     path.rmdir()
@@ -46,7 +48,7 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_sockets(path: Path) -> None:
+def _remove_sockets(path: Path, foreign: Path | None) -> None:
     for entry in path.iterdir():
-        if stat.S_ISSOCK(entry.lstat().st_mode):
+        if entry != foreign and stat.S_ISSOCK(entry.lstat().st_mode):
             entry.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Final
 
 import uvloop
@@ -136,7 +137,8 @@ class Service:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         settings = self._settings
-        stack.enter_context(run_dir.held(settings.run_dir))
+        egress = Path(settings.egress_address.removeprefix("unix:"))
+        stack.enter_context(run_dir.held(settings.run_dir, foreign=egress if settings.no_envoy else None))
         stack.push_async_callback(self._client.close)
         stack.push_async_callback(self.registry.close)
         await self._ads.start()

@@ -49,6 +49,16 @@ def test_a_directory_that_was_there_keeps_its_mode_and_other_files(tmp_path: Pat
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
+def test_a_foreign_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "pd"
+    path.mkdir()
+    bind(path / "egress.sock")
+    bind(path / "stale.sock")
+    with run_dir.held(path, foreign=path / "egress.sock"):
+        assert [entry.name for entry in path.iterdir()] == ["egress.sock"]
+    assert [entry.name for entry in path.iterdir()] == ["egress.sock"]
+
+
 def test_a_second_holder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     with run_dir.held(tmp_path):
         bind(tmp_path / "extproc.sock")
