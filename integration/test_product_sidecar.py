@@ -1,0 +1,161 @@
+"""The sidecar and Envoy as separate programs (``--no-envoy``): either may go and come back while the other stays."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from http_client import Client
+from processes import free_port, is_alive
+
+from extproc.dataplane.process import EnvoyProcess
+from extproc.envoy_config import dataplane_config
+from extproc.mock import Fault, SglangMock
+from extproc.settings import Settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATH = "/v1/chat/completions"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class Apart:
+    """A sidecar process and an Envoy that was started by somebody else, with two workers."""
+
+    def __init__(self, directory: Path, prefill: SglangMock, decode: SglangMock, address: list[str]) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._options = ["--pd-disaggregation", "--no-envoy", "--run-dir", str(directory), "--prometheus-port", "0"]
+        self._options += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url, *address]
+        given = dict(zip((flag[2:].replace("-", "_") for flag in address[::2]), address[1::2], strict=True))
+        ports = {"host": "127.0.0.1", "port": 0, "envoy_admin_port": 0, "prometheus_port": 0, "envoy_concurrency": 2}
+        self.envoy = EnvoyProcess(dataplane_config(Settings(run_dir=str(directory), **ports, **given)))
+
+    async def start_sidecar(self) -> None:
+        command = [sys.executable, "-m", "extproc", "launch", *self._options, "--log-level", "error"]
+        self._sidecar = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+
+    async def kill_sidecar(self) -> None:
+        self._sidecar.kill()
+        await self._sidecar.wait()
+
+    async def stop_sidecar(self) -> int:
+        self._sidecar.send_signal(signal.SIGINT)
+        async with asyncio.timeout(20):
+            return await self._sidecar.wait()
+
+    @property
+    def sidecar_is_alive(self) -> bool:
+        return is_alive(self._sidecar.pid)
+
+    async def until(self, path: str, status: int) -> None:
+        """Wait until ``path`` answers with ``status``."""
+        async with asyncio.timeout(20):
+            while True:
+                if (await self.client.get(path)).status == status:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def start_envoy(self) -> None:
+        await self.envoy.start()
+        self.client = Client(*self.envoy.client_address)
+
+
+def _tcp() -> list[str]:
+    ports = [free_port() for _ in range(3)]
+    flags = ("--extproc-address", "--ads-address", "--control-address")
+    return [word for flag, port in zip(flags, ports, strict=True) for word in (flag, f"127.0.0.1:{port}")]
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["unix", "tcp"], ids=["unix sockets", "TCP between containers"]
+)
+async def apart(request: pytest.FixtureRequest) -> AsyncIterator[Apart]:
+    with tempfile.TemporaryDirectory(prefix="pd-") as directory:
+        async with SglangMock("prefill") as prefill, SglangMock("decode") as decode:
+            apart = Apart(Path(directory), prefill, decode, [] if request.param == "unix" else _tcp())
+            await apart.start_sidecar()
+            await apart.start_envoy()
+            await apart.until("/readiness", 200)
+            yield apart
+            await apart.client.close()
+            await apart.envoy.stop(0)
+            if apart.sidecar_is_alive:
+                assert await apart.stop_sidecar() == 0
+
+
+async def test_requests_are_served(apart: Apart):
+    for n in (1, 2):
+        assert (await apart.client.post(PATH, {**CHAT, "n": n})).status == 200
+
+
+async def test_a_killed_sidecar_is_a_503_in_json_until_it_returns(apart: Apart):
+    apart.decode.fail(Fault(delay_token=0.05, tokens=2000))
+    streams = [await apart.client.open(PATH, {**CHAT, "stream": True, "n": n}) for n in (1, 2)]
+    for stream in streams:
+        await stream.until(b"data: ")
+    waiting = await apart.client.connect()
+    body = b'{"model":"tiny"'
+    await waiting.send(apart.client.request_head("POST", PATH, [("content-length", "100")]) + body)
+
+    await apart.kill_sidecar()
+    for stream in streams:
+        assert b"[DONE]" not in await stream.cut()  # nobody is left to say more
+    answer = await waiting.whole()
+    assert (answer.status, answer.code) == (503, "extproc_unavailable")
+    await apart.decode.idle()
+    await apart.prefill.idle()
+    for path, method in ((PATH, "POST"), ("/readiness", "GET"), ("/workers", "GET"), ("/rerank", "POST")):
+        exchange = await apart.client.open(path, CHAT if method == "POST" else None, method=method)
+        answer = await exchange.whole()
+        assert (answer.status, answer.code) == (503, "extproc_unavailable")
+        assert answer.header("content-type") == "application/json"
+        assert answer.header("retry-after") == "1"
+        assert answer.json["error"]["type"] == "server_error"
+    assert (await apart.client.get("/nonsense")).status == 404  # Envoy needs nobody for that
+
+    apart.decode.behave()
+    await apart.start_sidecar()
+    await apart.until("/readiness", 200)
+    for n in (1, 2):
+        assert (await apart.client.post(PATH, {**CHAT, "n": n})).status == 200
+
+
+async def test_a_sidecar_that_stops_in_order_lets_requests_finish(apart: Apart):
+    apart.decode.fail(Fault(delay_token=0.05, tokens=15))
+    stream = await apart.client.open(PATH, {**CHAT, "stream": True})
+    await stream.until(b"data: ")
+    stopping = asyncio.create_task(apart.stop_sidecar())
+    await _until_refused(apart)
+    assert not stopping.done()
+    assert (await stream.whole()).events[-1] == "[DONE]"
+    assert await stopping == 0
+    apart.decode.behave()
+    await apart.start_sidecar()
+    await apart.until("/readiness", 200)
+
+
+async def test_an_envoy_that_is_started_anew(apart: Apart):
+    await apart.client.close()
+    await apart.envoy.stop(0)
+    await apart.start_envoy()
+    await apart.until("/readiness", 200)
+    for n in (1, 2):
+        assert (await apart.client.post(PATH, {**CHAT, "n": n})).status == 200
+
+
+async def _until_refused(apart: Apart) -> None:
+    """Wait until the sidecar takes no new requests, which it says, or Envoy in its place."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = await apart.client.post(PATH, CHAT)
+            if answer.status != 200:
+                assert answer.status == 503
+                assert answer.code in ("draining", "extproc_unavailable")
+                return
