@@ -390,6 +390,11 @@ async def test_fault_by_header(mock: SglangMock, header: str, status: int) -> No
     assert (await ask(mock, CHAT, BODY, headers={"x-mock-fault": header})).status == status
 
 
+async def test_a_header_is_about_the_leg_not_its_abort(mock: SglangMock) -> None:
+    for header in ('{"status": 500}', '{"drop": "upload"}', '{"hang": "after_head"}'):
+        assert (await ask(mock, "/abort_request", {"rid": "a"}, headers={"x-mock-fault": header})).status == 200
+
+
 async def test_faults_over_http(mock: SglangMock) -> None:
     rule: dict[str, Any] = {"status": 503, "retry_after": 2, "path": CHAT, "times": 1}
     assert (await ask(mock, "/_mock/faults", [rule])).status == 200

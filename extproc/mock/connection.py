@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
             raise ProtocolError from None
         self._upload = upload
         if server.faults.rules or HEADER in named:
-            self._spoil_upload(upload, path, named.get(HEADER), inference=inference)
+            self._spoil_upload(upload, path, named.get(HEADER) if inference else None, inference=inference)
         if named.get("expect", "").lower() == "100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if upload.remaining == 0:

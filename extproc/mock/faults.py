@@ -97,10 +97,10 @@ _ROLES = frozenset({"prefill", "decode", "regular"})
 
 @dataclass(slots=True)
 class Faults:
-    """The rules of one worker, first match wins; a request's own header ``x-mock-fault`` comes before them.
+    """The rules of one worker, first match wins; a leg's own header ``x-mock-fault`` comes before them.
 
     The header is a fault's JSON, or an object from role to such (``{"prefill": {"status": 500}}``), because a gateway
-    sends the client's headers to both legs.
+    sends the client's headers to both legs. It may send them with an abort, too, which is not what they are about.
     """
 
     role: str

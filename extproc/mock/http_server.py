@@ -57,7 +57,7 @@ class HttpServer:
 
     def fault_of(self, record: Record) -> Fault | None:
         """The fault that applies to a complete request; raises FaultError for an unreadable header."""
-        header = record.header(HEADER)
+        header = record.header(HEADER) if record.inference else None
         fault = self.faults.from_header(header) if header is not None else None
         return fault or self.faults.on_request(record.path, record.body, inference=record.inference)
 
