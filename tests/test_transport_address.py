@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from pathlib import Path
 
@@ -57,13 +56,12 @@ async def test_a_stale_file_is_removed(tmp_path: Path) -> None:
 
 async def test_a_served_file_is_refused_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    server = await asyncio.start_unix_server(lambda _, writer: writer.close(), path)
-    with pytest.raises(OSError, match="another server") as caught:
-        await claim_socket_file(str(path))
-    assert caught.value.filename == str(path)
-    assert path.exists()
-    server.close()
-    await server.wait_closed()
+    with bound(path) as server:
+        server.listen()
+        with pytest.raises(OSError, match="another server") as caught:
+            await claim_socket_file(str(path))
+        assert caught.value.filename == str(path)
+        assert path.exists()
 
 
 async def test_another_kind_of_file_is_refused_and_stays(tmp_path: Path) -> None:

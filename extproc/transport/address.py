@@ -73,6 +73,8 @@ async def claim_socket_file(path: str) -> None:
     except TimeoutError:  # its backlog is full: somebody is alive, if not well
         raise OSError(errno.EADDRINUSE, "another server listens on the socket", path) from None
     writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
     raise OSError(errno.EADDRINUSE, "another server listens on the socket", path)
 
 
