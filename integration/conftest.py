@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 import uvloop
+from http2_client import Http2Client
 
 if TYPE_CHECKING:
     from product import Product
@@ -33,3 +34,11 @@ async def product(running: Product) -> AsyncIterator[Product]:
     yield running
     await running.client.close()
     await running.settled()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http2(running: Product) -> AsyncIterator[Http2Client]:
+    """One HTTP/2 connection to the module's product."""
+    client = await Http2Client.connect(running.client.host, running.client.port)
+    yield client
+    await client.close()

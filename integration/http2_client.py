@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Self
 
@@ -58,6 +59,14 @@ class Stream:
         while not self.reply.ended:
             await self.progress()
         return self.reply
+
+    async def cut(self) -> bytes:
+        """Read on until the stream is reset; what had come of its body. Fails when the answer is complete."""
+        try:
+            await self.whole()
+        except CutError as error:
+            return error.received
+        raise AssertionError(f"the answer was not cut: {self.reply.status} {self.reply.body!r}")
 
     async def progress(self) -> None:
         """Wait for whatever comes next."""
@@ -120,11 +129,12 @@ class Http2Client(asyncio.Protocol):
         self.flush()
         return stream
 
-    def post(self, path: str, body: bytes, headers: Headers = ()) -> Stream:
-        """Send a whole request."""
-        length = [("content-type", "application/json"), ("content-length", str(len(body)))]
+    def post(self, path: str, body: object, headers: Headers = ()) -> Stream:
+        """Send a whole request. ``body`` that is not bytes goes as JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        length = [("content-type", "application/json"), ("content-length", str(len(raw)))]
         stream = self.open(path, [*headers, *length])
-        stream.send(body, end=True)
+        stream.send(raw, end=True)
         return stream
 
     async def close(self) -> None:

@@ -230,6 +230,14 @@ class Product:
         await soon(lambda: not any(mock.engine.bootstrap.rooms for mock in self.prefills), "a leg waits in a room")
 
 
+def names_of(leg: Record) -> set[str]:
+    """The names under which the engine knows a leg: of a list of prompts, each has its own."""
+    fields = leg.json
+    name = fields.get("rid") or fields["request_id"]
+    rooms = fields["bootstrap_room"]
+    return {f"{name}_{index}" for index in range(len(rooms))} if isinstance(rooms, list) else {name}
+
+
 async def soon(condition: Callable[[], bool], complaint: str, within: float = PATIENCE) -> None:
     """Wait for something that no event tells of."""
     deadline = time.monotonic() + within

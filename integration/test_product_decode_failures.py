@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import CutError, Reply
-from product import PROMPT, Product
+from product import PROMPT, Product, names_of
 
 from extproc.mock import Fault, Outcome, Point
 
@@ -70,18 +70,16 @@ async def test_another_decode_worker_takes_over(product: Product, kind):
 
 @pytest.mark.parametrize("trailers", [False, True])
 @pytest.mark.parametrize("size", [100, 20_000_000])
-async def test_the_body_reaches_the_other_worker_unharmed(product: Product, size, trailers):
+async def test_the_body_reaches_the_other_worker_unharmed(product: Product, http2: Http2Client, size, trailers):
     dead, alive = product.decodes
     await dead.refuse()
     body = json.dumps({**CHAT, "padding": "x" * size}).encode()
-    client = await Http2Client.connect(product.client.host, product.client.port)
     for _ in range(2):
-        stream = client.open("/v1/chat/completions", [("content-type", "application/json")])
+        stream = http2.open("/v1/chat/completions", [("content-type", "application/json")])
         stream.send(body, end=not trailers)
         if trailers:
             stream.trailers([("x-checksum", "1")])
         assert (await stream.whole()).status == 200
-    await client.close()
     assert len(alive.legs) == 2
     for leg in alive.legs:
         assert leg.body.startswith(body[:-1])
@@ -170,15 +168,14 @@ async def test_a_decode_that_breaks_before_its_head(product: Product, kind):
     ids=["reset", "closed"],
 )
 @pytest.mark.parametrize("kind", [kind for kind in DIRECT if kind in STREAMS])
-async def test_a_direct_stream_that_breaks_is_cut(product: Product, kind, fault):
+async def test_a_direct_stream_that_breaks_is_cut(product: Product, http2: Http2Client, kind, fault):
     for mock in product.decodes:
         mock.fail(replace(fault, delay_token=0.03, after_chunks=4))
-    exchange = await product.client.open(*ALL[kind])
-    received = await exchange.cut()
-    assert exchange.reply.status == 200
+    stream = http2.post(*ALL[kind])
+    received = await stream.cut()
+    assert stream.reply.status == 200
     assert received.count(b"data: ") >= 4
     assert b"[DONE]" not in received
-    exchange.close()
 
 
 @pytest.mark.parametrize("fault", [Fault(drop=Point.MID_BODY), Fault(truncate=True)], ids=["reset", "closed"])
@@ -211,7 +208,7 @@ async def test_a_relayed_answer_that_breaks_is_an_error(product: Product, kind, 
 @pytest.mark.parametrize("kind", [kind for kind in RELAYED if kind in STREAMS])
 async def test_a_relayed_stream_that_breaks_gets_an_error_event(product: Product, kind, fault):
     for mock in product.decodes:
-        mock.fail(fault)
+        mock.fail(replace(fault, delay_token=0.03, after_chunks=4))
     answer = await product.post(*ALL[kind])
     assert answer.status == 200
     *told, error, done = answer.events
@@ -249,13 +246,13 @@ async def test_the_prefill_leg_is_ended_by_name(product: Product, kind):
     for mock in product.decodes:
         mock.fail(Fault(status=500))
     answer = await product.post(*ALL[kind])
-    legs = [leg for mock in product.prefills for leg in mock.legs]
-    names = {_engine_name(leg) for leg in legs}
+    named = set()
     aborts = []
     for mock in product.prefills:
-        if mock.legs:
-            aborts += await mock.received(len(mock.legs), "/abort_request")
-    assert {abort.json["rid"] for abort in aborts} == names
+        here = [name for leg in mock.legs for name in names_of(leg)]
+        named |= set(here)
+        aborts += await mock.received(len(here), "/abort_request")
+    assert {abort.json["rid"] for abort in aborts} == named
     await _prefills_end(product, answer)
 
 
@@ -268,10 +265,6 @@ async def test_a_clients_own_name_is_not_used_to_end_legs(product: Product):
     (leg,) = [leg for mock in product.prefills for leg in mock.legs]
     assert leg.outcome is Outcome.CLIENT_CLOSED
     assert not [record for mock in product.mocks for record in mock.requests if record.path == "/abort_request"]
-
-
-def _engine_name(leg: Any) -> str:
-    return f"{leg.json['rid']}_0" if isinstance(leg.json["bootstrap_room"], list) else leg.json["rid"]
 
 
 async def _prefills_end(product: Product, answer: Reply) -> None:

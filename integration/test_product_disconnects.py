@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Exchange
-from product import PROMPT, Product, soon
+from product import PROMPT, Product, names_of, soon
 
 from extproc.mock import Fault, Outcome, Point
 
@@ -108,8 +108,9 @@ async def test_workers_are_told_by_name(product: Product, kind):
     exchange.close()
     for mock in product.mocks:
         if mock.legs:
-            aborts = await mock.received(len(mock.legs), "/abort_request")
-            assert {abort.json["rid"] for abort in aborts} == {_engine_name(leg.json) for leg in mock.legs}
+            named = [name for leg in mock.legs for name in names_of(leg)]
+            aborts = await mock.received(len(named), "/abort_request")
+            assert {abort.json["rid"] for abort in aborts} == set(named)
 
 
 # -- in the answer ----------------------------------------------------------------------------------------------------
@@ -153,19 +154,17 @@ async def test_after_not_reading_for_a_while(product: Product, kind, leave):
     await _leave(product, exchange, leave)
 
 
-async def test_one_of_many_on_an_http2_connection(product: Product):
+async def test_one_of_many_on_an_http2_connection(product: Product, http2: Http2Client):
     """The others go on."""
     for mock in product.decodes:
         mock.fail(Fault(delay_token=0.01, tokens=40))
-    client = await Http2Client.connect(product.client.host, product.client.port)
     path, body = REQUESTS["chat stream"]
-    streams = [client.post(path, json.dumps({**body, "rid": f"r{number}"}).encode()) for number in range(6)]
+    streams = [http2.post(path, {**body, "rid": f"r{number}"}) for number in range(6)]
     for stream in streams:
         await stream.until(b"data: ")
     left = {f"r{number}": streams[number].reset() for number in (1, 4)}
     answers = [await streams[number].whole() for number in (0, 2, 3, 5)]
     assert all(answer.events[-1] == "[DONE]" for answer in answers)
-    await client.close()
     for mock in product.decodes:
         await mock.idle()
         for leg in mock.legs:
@@ -211,8 +210,3 @@ def _received(product: Product) -> int:
 
 def _written(product: Product) -> int:
     return sum(sequence.written for mock in product.decodes for sequence in mock.engine.live.values())
-
-
-def _engine_name(fields: dict[str, Any]) -> str:
-    name = fields.get("rid") or fields["request_id"]
-    return f"{name}_0" if isinstance(fields["bootstrap_room"], list) else name

@@ -172,15 +172,13 @@ async def test_a_chunked_upload_that_grows_too_large(product: Product):
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_an_http2_upload_that_is_too_large(product: Product, announced):
-    client = await Http2Client.connect(product.client.host, product.client.port)
+async def test_an_http2_upload_that_is_too_large(product: Product, http2: Http2Client, announced):
     length = [("content-length", str(10 * LIMIT))] if announced else []
-    stream = client.open(PATH, length)
+    stream = http2.open(PATH, length)
     if not announced:
         stream.send(b" " * (LIMIT + 1))
     check(product, await stream.whole(), 413, "payload_too_large")
-    assert (await client.post(PATH, sized(200)).whole()).status == 200  # the connection is as good as before
-    await client.close()
+    assert (await http2.post(PATH, sized(200)).whole()).status == 200  # the connection is as good as before
 
 
 # -- paths and methods ------------------------------------------------------------------------------------------------

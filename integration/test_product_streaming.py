@@ -96,19 +96,16 @@ async def test_tokens_come_one_by_one(product: Product, kind):
     assert times[-1] - times[0] == pytest.approx(8 * PACE, abs=PROMPT)
 
 
-async def test_tokens_come_one_by_one_over_http2(product: Product):
+async def test_tokens_come_one_by_one_over_http2(product: Product, http2: Http2Client):
     for mock in product.decodes:
         mock.fail(Fault(delay_token=PACE, tokens=9))
-    client = await Http2Client.connect(product.client.host, product.client.port)
-    path, body = STREAMS["chat"]
-    stream = client.post(path, json.dumps(body).encode())
+    stream = http2.post(*STREAMS["chat"])
     times = []
     for count in range(2, 10):
         while stream.reply.body.count(b"data: ") < count:
             await stream.progress()
         times.append(time.time())
     await stream.whole()
-    await client.close()
     assert min(later - earlier for earlier, later in pairwise(times)) > PACE / 2
 
 
@@ -163,7 +160,7 @@ async def test_a_workers_load_lasts_as_long_as_its_leg(product: Product, kind):
 
 
 async def test_many_requests_at_once(product: Product):
-    product.prefill.fail(Fault(delay_first_token=0.3))
+    product.prefill.fail(Fault(delay_first_token=1))
     exchanges = [await product.client.open(*STREAMS["chat"]) for _ in range(100)]
     await product.prefill.received(100)
     assert product.gateway.alive == 100

@@ -50,22 +50,19 @@ async def test_a_large_body(product: Product, n):
 
 
 @SAMPLES
-async def test_an_upload_with_trailers(product: Product, n):
-    client = await Http2Client.connect(product.client.host, product.client.port)
-    for _ in range(3):
-        stream = client.open(PATH)
+async def test_an_upload_with_trailers(product: Product, http2: Http2Client, n):
+    for _ in range(2 * len(product.decodes)):
+        stream = http2.open(PATH)
         stream.send(json.dumps({**CHAT, "n": n}).encode())
         stream.trailers([("x-checksum", "1")])
         assert (await stream.whole()).status == 200
-    await client.close()
+    assert len(product.prefill.legs) == 2 * len(product.decodes) * n
 
 
-async def test_many_at_once(product: Product):
-    client = await Http2Client.connect(product.client.host, product.client.port)
-    body = json.dumps({**CHAT, "stream": True}).encode()
-    streams = [client.post(PATH, body) for _ in range(50)]
+async def test_many_at_once(product: Product, http2: Http2Client):
+    streams = [http2.post(PATH, {**CHAT, "stream": True}) for _ in range(50)]
     assert all([(await stream.whole()).events[-1] == "[DONE]" for stream in streams])
-    await client.close()
+    assert len(product.prefill.legs) == 50
 
 
 @SAMPLES
