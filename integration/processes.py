@@ -52,14 +52,18 @@ async def run(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[in
         stderr=asyncio.subprocess.PIPE,
         env=_environment(env),
     )
-    async with asyncio.timeout(PATIENCE):
-        out, err = await process.communicate()
-    assert process.returncode is not None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return process.returncode, out.decode(), err.decode()
 
 
 class Gateway:
-    """``pd-extproc launch`` with JSON logs, until the ``async with`` block ends.
+    """``pd-extproc launch`` with JSON logs, from :meth:`start` to :meth:`close`, which kills what is left.
 
     ``port`` None takes any; then the log must be one that says which, at level info.
     """
@@ -75,8 +79,10 @@ class Gateway:
         self.logs: list[dict[str, Any]] = []
         self._news = asyncio.Event()
         self._family: set[int] = set()
+        self._client: Client | None = None
 
-    async def __aenter__(self) -> Self:
+    async def start(self) -> None:
+        """Start, and wait until it serves."""
         common = ["--host", "127.0.0.1", "--envoy-admin-port", "0", "--prometheus-host", "127.0.0.1", "--log-json"]
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "extproc", "launch", "--pd-disaggregation", *common),
@@ -90,17 +96,38 @@ class Gateway:
         try:
             await self._until_serving()
         except BaseException:
-            await self.__aexit__()
+            await self.close()
             raise
         self._family = children_of(self.process.pid)
+
+    async def close(self) -> None:
+        """Kill it, unless it has ended."""
+        if self._client is not None:
+            await self._client.close()
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+        await self._reader
+
+    async def __aenter__(self) -> Self:
+        await self.start()
         return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def client(self) -> Client:
+        """A client of the gateway's port."""
+        assert self._client is not None
+        return self._client
 
     async def _until_serving(self) -> None:
         if self._port is None:
             address = (await self.said("serving"))["address"]
-            self.client = Client("127.0.0.1", int(address.rpartition(":")[2]))
+            self._client = Client("127.0.0.1", int(address.rpartition(":")[2]))
             return
-        self.client = Client("127.0.0.1", self._port)
+        self._client = Client("127.0.0.1", self._port)
         async with asyncio.timeout(PATIENCE):
             while True:
                 assert not self._reader.done(), f"the gateway has ended: {self.logs}"
@@ -108,14 +135,6 @@ class Gateway:
                     await self.client.get("/liveness")
                     return
                 await asyncio.sleep(0.02)
-
-    async def __aexit__(self, *_: object) -> None:
-        if hasattr(self, "client"):
-            await self.client.close()
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
-        await self._reader
 
     @property
     def envoy(self) -> int:
@@ -164,6 +183,49 @@ class Gateway:
                 self.logs.append({"message": line.decode().rstrip()})
             self._news.set()
         self._news.set()
+
+
+class Programs:
+    """Programs that are started ahead of the tests that need them: a start is a second or two of one core's work."""
+
+    def __init__(self, cores: int = 2) -> None:
+        self._gate = asyncio.Semaphore(cores)
+        self._gateways: dict[str, asyncio.Task[Gateway]] = {}
+        self._results: dict[str, asyncio.Task[tuple[int, str, str]]] = {}
+
+    def prepare_gateway(self, name: str, gateway: Gateway) -> None:
+        """Have it started when its turn comes."""
+        self._gateways[name] = asyncio.create_task(self._start(gateway), name=f"start {name}")
+
+    def prepare_run(self, name: str, *arguments: str) -> None:
+        """Have a command run to its end when its turn comes."""
+        self._results[name] = asyncio.create_task(self._run(arguments), name=f"run {name}")
+
+    async def gateway(self, name: str) -> Gateway:
+        """The gateway of that name, serving."""
+        return await self._gateways[name]
+
+    async def result(self, name: str) -> tuple[int, str, str]:
+        """The command's status, standard output and standard error."""
+        return await self._results[name]
+
+    async def close(self) -> None:
+        """Kill the gateways that are still there."""
+        tasks = [*self._gateways.values(), *self._results.values()]
+        for task in tasks:
+            task.cancel()
+        for done in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(done, Gateway):
+                await done.close()
+
+    async def _start(self, gateway: Gateway) -> Gateway:
+        async with self._gate:
+            await gateway.start()
+        return gateway
+
+    async def _run(self, arguments: tuple[str, ...]) -> tuple[int, str, str]:
+        async with self._gate:
+            return await run(*arguments)
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:

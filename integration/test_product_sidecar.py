@@ -1,4 +1,7 @@
-"""The sidecar and Envoy as separate programs (``--no-envoy``): either may go and come back while the other stays."""
+"""The sidecar and Envoy as separate programs (``--no-envoy``): either may go and come back while the other stays.
+
+As in containers of their own: TCP between them, and a shared directory for the egress socket.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +76,11 @@ def _tcp() -> list[str]:
     return [word for flag, port in zip(flags, ports, strict=True) for word in (flag, f"127.0.0.1:{port}")]
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["unix", "tcp"], ids=["unix sockets", "TCP between containers"]
-)
-async def apart(request: pytest.FixtureRequest) -> AsyncIterator[Apart]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def apart() -> AsyncIterator[Apart]:
     with tempfile.TemporaryDirectory(prefix="pd-") as directory:
         async with SglangMock("prefill") as prefill, SglangMock("decode") as decode:
-            apart = Apart(Path(directory), prefill, decode, [] if request.param == "unix" else _tcp())
+            apart = Apart(Path(directory), prefill, decode, _tcp())
             await apart.start_sidecar()
             await apart.start_envoy()
             await apart.until("/readiness", 200)
