@@ -124,6 +124,8 @@ class GatewayError(Exception):
             (b"content-type", self.passed_on[0] if self.passed_on else b"application/json"),
             (b"x-pd-error-code", self.fault.code.encode()),
         ]
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.retry_after is not None:
             value = self.retry_after if isinstance(self.retry_after, bytes) else b"%d" % self.retry_after
             headers.append((b"retry-after", value))

@@ -76,7 +76,7 @@ class RequestMetrics:
 
         def collect() -> None:
             self._in_flight.set(gateway.alive)
-            self._rooms.set(len(gateway.rooms))
+            self._rooms.set(gateway.handoff.live)
 
         self._metrics.before_render(collect)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import signal
 import ssl
@@ -24,9 +25,11 @@ from extproc.control.worker_metrics import WorkerMetrics
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.envoy_config import dataplane_config
+from extproc.errors import GatewayError
 from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
+from extproc.handoff.sglang import SglangHandoff
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
@@ -49,8 +52,10 @@ _POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
     PolicyName.RANDOM: RandomPolicy,
     PolicyName.ROUND_ROBIN: RoundRobinPolicy,
 }
-_READINESS_SERVICES: Final = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+_LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _TICK_SECONDS: Final = 1.0
+_LAST_WORDS_SECONDS: Final = 2.0  # for what is cut to hear of it, and for Envoy to pass it on
+_MOST_EGRESS_CONNECTIONS: Final = 4
 
 
 class LoopClock:
@@ -73,12 +78,13 @@ class Service:
         self.started = asyncio.Event()  # everything serves
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._ticking: asyncio.Task[None]
         self._settle = False
         self._envoy: EnvoyProcess | None = None
         tls = None if settings.worker_ca_file is None else ssl.create_default_context(cafile=settings.worker_ca_file)
         self._client = WorkerClient(tls)
         self._ads = AdsServer(settings.ads_address)
-        self.registry = Registry(self._ads.publish, drain_limit=settings.shutdown_grace_period_secs)
+        self.registry = Registry(self._ads.publish, drain_limit=settings.request_timeout_secs)
         self._monitor = Monitor(self.registry, self._client, settings=_health(settings))
         self._control = ControlApi(
             self.registry,
@@ -91,13 +97,18 @@ class Service:
         WorkerMetrics(self.registry, metrics)
         request_metrics = RequestMetrics(metrics)
         self._metrics = MetricsServer(metrics, settings.prometheus_host, settings.prometheus_port)
-        self._egress = EgressClient(settings.egress_address.removeprefix("unix:"))
+        # Envoy serves a connection by one of its threads: with one connection all legs would be that thread's.
+        self._egress = EgressClient(
+            settings.egress_address.removeprefix("unix:"),
+            connections=min(settings.envoy_concurrency, _MOST_EGRESS_CONNECTIONS),
+        )
         self._server: ProcessServer = (
             Ngh2ProcessServer() if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer()
         )
         self.gateway = Gateway(
             _gateway_config(settings),
             Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
+            SglangHandoff(),
             self._egress,
             LoopClock(),
             Observers(RequestLog(), request_metrics),
@@ -149,7 +160,8 @@ class Service:
         stack.push_async_callback(self._metrics.stop)
         await self._server.start(settings.extproc_address, self._session)
         stack.push_async_callback(self._server.drain, 0)
-        self._server.set_serving("liveness", serving=True)
+        for name in _LIVENESS_SERVICES:
+            self._server.set_serving(name, serving=True)
         stack.push_async_callback(self._egress.stop)
         self._egress.start()
         if not settings.no_envoy:
@@ -163,8 +175,12 @@ class Service:
             self.registry.add(_spec(settings, url, Role.DECODE))
         self._monitor.start()
         stack.push_async_callback(self._monitor.stop)
-        ticking = asyncio.create_task(self._tick(), name="deadlines")
-        stack.callback(ticking.cancel)
+        self._ticking = asyncio.create_task(self._tick(), name="deadlines")
+        stack.callback(self._ticking.cancel)
+        if settings.api_key is None and not ipaddress.ip_address(settings.host).is_loopback:
+            _log.warning(
+                "no --api-key: whoever reaches %s can register workers and send requests", settings.host
+            )
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
 
@@ -178,13 +194,12 @@ class Service:
             now_ready = self.registry.readiness().ready and not self.gateway.draining
             if now_ready is not ready:
                 ready = now_ready
-                for name in _READINESS_SERVICES:
-                    self._server.set_serving(name, serving=ready)
+                self._server.set_serving("readiness", serving=ready)
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _serve(self) -> int:
         stopping = asyncio.create_task(self._stopping.wait())
-        waits: set[asyncio.Task[object]] = {stopping}
+        waits: set[asyncio.Task[object]] = {stopping, self._ticking}
         death: asyncio.Task[int] | None = None
         if self._envoy is not None:
             death = asyncio.create_task(self._envoy.wait())
@@ -195,6 +210,10 @@ class Service:
             stopping.cancel()
             _log.error("Envoy ended by itself with status %d", status)
             return status if status > 0 else 128 - status if status < 0 else 1
+        if self._ticking.done():
+            _log.error("deadlines are no longer looked at", exc_info=self._ticking.exception())
+            stopping.cancel()
+            return 1
         await self._drain()
         if death is not None:
             death.cancel()
@@ -208,9 +227,15 @@ class Service:
         if self._settle:
             await self._unless_hurried(asyncio.sleep(self._settings.drain_settle_secs))
         self.gateway.draining = True
+        if self._envoy is not None:
+            await self._envoy.begin_draining()
         await self._unless_hurried(self._until_idle(grace))
         if self.gateway.alive:
             _log.warning("ending %d requests that are still under way", self.gateway.alive)
+            self.gateway.end_all(GatewayError("draining", "the gateway is stopping", retry_after=1))
+            await self._until_idle(_LAST_WORDS_SECONDS)
+        if self._envoy is not None:
+            await self._envoy.stop(_LAST_WORDS_SECONDS)
 
     async def _unless_hurried(self, work: Coroutine[None, None, None]) -> None:
         working = asyncio.create_task(work)
@@ -221,11 +246,13 @@ class Service:
         with contextlib.suppress(asyncio.CancelledError):
             await working
 
-    async def _until_idle(self, grace: float) -> None:
-        if self._envoy is not None:
-            await self._envoy.stop(grace)
-        else:
-            await self.gateway.idle(grace)
+    async def _until_idle(self, limit: float) -> None:
+        """Return when no request is under way, or ``limit`` seconds have passed."""
+        if self.gateway.alive:
+            idle = asyncio.Event()
+            self.gateway.on_idle = idle.set
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(idle.wait(), limit)
 
 
 def _spare_the_collector() -> None:

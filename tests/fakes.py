@@ -15,6 +15,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
+from extproc.handoff.sglang import SglangHandoff
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
@@ -93,6 +94,10 @@ class FakeLeg:
         return json.loads(self.body)
 
     @property
+    def destination(self):
+        return dict(self.headers)[b"x-gateway-destination-endpoint"].decode()
+
+    @property
     def cluster(self):
         return dict(self.headers)[b"x-pd-cluster"].decode()
 
@@ -124,8 +129,14 @@ class FakeEgress:
 
     @property
     def aborts(self):
-        """What was aborted where: (cluster, rid)."""
-        return [(leg.cluster, leg.json["rid"]) for leg in self.legs if leg.path == "/abort_request"]
+        """What was aborted in which role, once each: (cluster, rid)."""
+        return list(dict.fromkeys((leg.cluster, leg.json["rid"]) for leg in self.legs if leg.path == "/abort_request"))
+
+    def aborts_at(self, endpoint):
+        """The rids aborted on one worker."""
+        return [
+            leg.json["rid"] for leg in self.legs if leg.path == "/abort_request" and leg.destination == endpoint
+        ]
 
 
 class FakeClock:
@@ -181,8 +192,9 @@ class Rig:
         self.records = Records()
         self.unreachable = []
         placer = Placer(self.fleet, RoundRobinPolicy(), RoundRobinPolicy())
+        config = GatewayConfig(**config)
         self.gateway = Gateway(
-            GatewayConfig(**config), placer, self.egress, self.clock, self.records, self.unreachable.append
+            config, placer, SglangHandoff(), self.egress, self.clock, self.records, self.unreachable.append
         )
 
     def open(self) -> Client:
@@ -201,7 +213,7 @@ class Rig:
 
     def assert_nothing_is_left(self) -> None:
         assert self.gateway.alive == 0
-        assert len(self.gateway.rooms) == 0
+        assert self.gateway.handoff.live == 0
         assert {w.id: w.load for w in self.workers if w.load} == {}
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from fakes import Rig, mutated, worker
 
+from extproc.errors import GatewayError
 from extproc.workers.worker import Role
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]}
@@ -452,4 +453,149 @@ def test_one_worker_apis_go_to_a_prefill_worker_unchanged(rig):
     assert mutated(head)["x-pd-prefill"] == "http://127.0.0.1:2"
     assert "x-pd-handoff" not in mutated(head)
     client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_a_worker_without_a_key_is_not_shown_the_gateways():
+    rig = Rig(api_key="secret")
+    client = rig.post(PATH, CHAT, headers=[("authorization", "Bearer secret")])
+    head, _ = client.call.take()
+    assert "authorization" in head.request_headers.response.header_mutation.remove_headers
+    assert b"authorization" not in dict(rig.egress.legs[0].headers)
+    client.close()
+    assert all(b"secret" not in value for leg in rig.egress.legs for _, value in leg.headers)
+
+
+def test_a_one_worker_request_loses_control_fields_too(rig):
+    body = {"query": "q", "documents": ["d"], "kv_transfer_params": {"x": 1}, "bootstrap_host": "evil"}
+    sent, _, _ = released(rig.post("/rerank", body))
+    assert json.loads(sent) == {"query": "q", "documents": ["d"]}
+
+
+def test_an_unauthorized_client_is_told_how(rig):
+    rig = Rig(api_key="secret")
+    _, headers, _ = rejection(rig.post(PATH, CHAT))
+    assert headers["www-authenticate"] == "Bearer"
+
+
+def test_an_error_names_who_was_to_serve(rig):
+    client = rig.post(PATH, CHAT)
+    released(client)
+    rig.egress.legs[0].answer(500)
+    _, headers, _ = rejection(client)
+    assert headers["x-pd-prefill"] == "http://127.0.0.1:1"
+    assert headers["x-pd-handoff"] == "sglang"
+
+
+def test_nobody_is_named_for_an_answer_that_envoy_made(rig):
+    client = rig.post(PATH, CHAT)
+    released(client)
+    client.decode_head(503, [("x-pd-error-code", "decode_unreachable")])
+    assert "x-pd-decode" not in mutated(client.call.take()[0])
+
+
+def test_a_long_model_name_is_neither_echoed_nor_kept_whole(rig):
+    client = rig.post(PATH, CHAT | {"model": "m" * 100_000})
+    _, _, body = rejection(client)
+    client.close()
+    assert len(body) < 1000
+    assert len(rig.records[0].model) <= 256
+    assert len(rig.records[0].message) < 1000
+
+
+def test_every_worker_that_refused_is_reported():
+    decodes = [worker(Role.DECODE, port) for port in (11, 12, 13)]
+    rig = Rig(worker(Role.PREFILL, 1), *decodes)
+    client = rig.post(PATH, CHAT)
+    released(client)
+    client.decode_head(headers=[("x-pd-upstream", "127.0.0.1:13")])
+    assert rig.unreachable == decodes[:2]
+    assert [w.load for w in decodes] == [0, 0, 1]
+
+
+def test_while_nobody_has_answered_every_candidate_is_told_to_end(rig):
+    client = rig.post(PATH, CHAT)
+    rid = rig.egress.legs[0].json["rid"]
+    client.close()
+    assert rig.egress.aborts_at("127.0.0.1:11") == rig.egress.aborts_at("127.0.0.1:12") == [rid]
+    rig.assert_nothing_is_left()
+
+
+# -- defects ---------------------------------------------------------------------------------------------------------
+
+
+def broken(*_args, **_kwargs):
+    raise RuntimeError("a defect")
+
+
+def test_a_defect_in_an_action_ends_the_call_and_leaves_nothing(rig, caplog):
+    client = rig.post(PATH, CHAT)
+    released(client)
+    rig.egress.send = broken  # the abort of the decode leg
+    rig.egress.legs[0].receiver.head(500, [])
+    rig.egress.legs[0].receiver.done()
+    assert client.call.aborted is not None
+    client.close()
+    rig.assert_nothing_is_left()
+    assert "a defect" in caplog.text
+
+
+def test_a_defect_while_sending_is_an_internal_error_and_leaves_nothing(rig, caplog):
+    rig.egress.send = broken
+    client = rig.post(PATH, CHAT)
+    assert client.call.aborted is not None or client.call.take()
+    client.close()
+    rig.assert_nothing_is_left()
+    assert "a defect" in caplog.text
+
+
+def test_a_defect_while_closing_leaves_nothing(rig):
+    client = rig.post(PATH, CHAT)
+    released(client)
+    rig.egress.send = broken
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_a_request_that_envoy_does_not_close_is_given_up():
+    rig = Rig(request_timeout=10)
+    stuck, other = rig.post(PATH, CHAT), rig.post(PATH, CHAT)
+    rig.clock.time += 10
+    rig.gateway.expire()
+    rig.clock.time += 4
+    rig.gateway.expire()
+    assert stuck.call.aborted is None
+    rig.clock.time += 1
+    rig.gateway.expire()
+    assert stuck.call.aborted is not None
+    assert other.call.aborted is not None
+    stuck.close()
+    other.close()
+    rig.assert_nothing_is_left()
+
+
+def test_one_requests_defect_does_not_keep_the_others_from_ending(caplog):
+    rig = Rig(request_timeout=10)
+    first, second = rig.post(PATH, CHAT), rig.post(PATH, CHAT)
+    released(first)
+    released(second)
+    first.call.send = broken
+    rig.clock.time += 10
+    rig.gateway.expire()
+    assert rejection(second)[0] == 504
+    assert "a defect" in caplog.text
+
+
+def test_what_is_under_way_when_the_gateway_stops_is_told():
+    rig = Rig()
+    idle = []
+    rig.gateway.on_idle = lambda: idle.append(True)
+    client = rig.post(PATH, CHAT)
+    released(client)
+    rig.gateway.end_all(GatewayError("draining", "the gateway is stopping"))
+    assert rejection(client)[0] == 503
+    assert len(rig.egress.aborts) == 2
+    assert idle == []
+    client.close()
+    assert idle == [True]
     rig.assert_nothing_is_left()

@@ -4,12 +4,56 @@ import pytest
 
 from extproc.exchange.machine import RULES, Event, IllegalTransitionError, Outside, State, rule_of
 
+# What must happen, written down a second time: (state, event) -> (state after, what is done).
+EXPECTED = """
+READY              ACCEPTED          PARALLEL           send_both
+READY              ACCEPTED_ALONE    DECODING           release
+READY              EXPIRED           ENDED              answer_error
+READY              CLOSED            OVER               finish
+PARALLEL           PREFILL_DONE      DECODING
+PARALLEL           PREFILL_FAILED    ENDED              drop_decode answer_error
+PARALLEL           DECODE_HEAD       ANSWERING_PARALLEL pass_head
+PARALLEL           DECODE_HEAD_EARLY HELD               hold_head
+PARALLEL           DECODE_REFUSED    ANSWERING          drop_prefill pass_head
+PARALLEL           EXPIRED           ENDED              drop_prefill drop_decode answer_error
+PARALLEL           CLOSED            OVER               drop_prefill drop_decode finish
+DECODING           DECODE_HEAD       ANSWERING          pass_head
+DECODING           DECODE_HEAD_EARLY ANSWERING          pass_head
+DECODING           DECODE_REFUSED    ANSWERING          pass_head
+DECODING           EXPIRED           ENDED              drop_decode answer_error
+DECODING           CLOSED            OVER               drop_decode finish
+HELD               HELD_ENOUGH       ANSWERING_PARALLEL pass_head
+HELD               PREFILL_DONE      ANSWERING          pass_head
+HELD               PREFILL_FAILED    ENDED              drop_decode answer_error
+HELD               EXPIRED           ENDED              drop_prefill drop_decode answer_error
+HELD               CLOSED            OVER               drop_prefill drop_decode finish
+ANSWERING_PARALLEL PREFILL_DONE      ANSWERING
+ANSWERING_PARALLEL PREFILL_FAILED    ENDED              drop_decode answer_error
+ANSWERING_PARALLEL EXPIRED           ENDED              drop_prefill drop_decode answer_error
+ANSWERING_PARALLEL CLOSED            LINGERING          linger
+ANSWERING          EXPIRED           ENDED              drop_decode answer_error
+ANSWERING          CLOSED            OVER               finish
+LINGERING          PREFILL_DONE      OVER               finish
+LINGERING          PREFILL_FAILED    OVER               finish
+LINGERING          EXPIRED           OVER               drop_prefill finish
+LINGERING          LINGERED          OVER               drop_prefill drop_decode finish
+ENDED              DECODE_HEAD       ENDED
+ENDED              DECODE_HEAD_EARLY ENDED
+ENDED              DECODE_REFUSED    ENDED
+ENDED              EXPIRED           ENDED
+ENDED              CLOSED            OVER               finish
+"""
+CELLS = {
+    (State[origin], Event[event]): (State[after], tuple(actions))
+    for origin, event, after, *actions in (line.split() for line in EXPECTED.strip().splitlines())
+}
+
 
 @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 def test_every_cell(state, event):
-    if (state, event) in RULES:
-        assert rule_of(state, event) is RULES[state, event]
+    if (state, event) in CELLS:
+        assert rule_of(state, event) == CELLS[state, event]
     else:
         with pytest.raises(IllegalTransitionError, match=f"{event.name} cannot happen in {state.name}"):
             rule_of(state, event)
@@ -42,7 +86,7 @@ def test_every_way_ends_with_finish_and_only_once():
 
 def test_no_way_answers_the_client_twice():
     for actions in ALL_PATHS:
-        assert sum(actions.count(answer) for answer in ("fail_with_prefill", "fail_with_timeout")) <= 1
+        assert actions.count("answer_error") <= 1
         assert actions.count("pass_head") <= 1
         assert actions.count("drop_prefill") <= 1
 

@@ -249,6 +249,7 @@ def test_a_request_that_takes_too_long_is_ended():
     (message,) = client.call.take()
     assert message.immediate_response.status.code == 504
     assert rig.egress.open(PATH) == []
+    assert rig.egress.aborts_at("127.0.0.1:12") != []  # Envoy may have failed over to it
     client.close()
     rig.assert_nothing_is_left()
 
@@ -258,7 +259,7 @@ def test_a_clients_own_name_is_numbered_per_sample_and_can_be_ended(rig):
     prefills, decodes = legs(rig)
     assert [leg.json["rid"] for leg in decodes] == [leg.json["rid"] for leg in prefills] == ["theirs_0", "theirs_1"]
     client.close()
-    assert sorted(rid for _, rid in rig.egress.aborts) == ["theirs_0", "theirs_0", "theirs_1", "theirs_1"]
+    assert set(rig.egress.aborts) == {(role, f"theirs_{i}") for role in ("prefill", "decode") for i in (0, 1)}
     rig.assert_nothing_is_left()
 
 
@@ -267,6 +268,29 @@ def test_every_prompt_of_a_batch_is_ended(rig):
     rid = rig.egress.legs[0].json["rid"]
     client.close()
     assert [name for cluster, name in rig.egress.aborts if cluster == "decode"] == [f"{rid}_{i}" for i in range(3)]
+    rig.assert_nothing_is_left()
+
+
+def test_a_merge_that_breaks_is_an_internal_error(rig, monkeypatch, caplog):
+    client = rig.post(PATH, CHAT)
+    _, decodes = legs(rig)
+    monkeypatch.setattr("extproc.merge.answer.JoinedBody.decode_done", lambda *_: 1 / 0)
+    decodes[0].answer(body=chat_answer("a"))
+    (message,) = client.call.take()
+    assert mutated(message)["x-pd-error-code"] == "internal_error"
+    client.close()
+    rig.assert_nothing_is_left()
+    assert "cannot be merged" in caplog.text
+
+
+def test_workers_that_refused_are_reported(rig):
+    client = rig.post(PATH, CHAT)
+    _, decodes = legs(rig)
+    decodes[0].answer(503, b"", [(b"x-pd-local-reply", b"UF")])
+    assert rig.unreachable == list(rig.workers[2:])
+    (message,) = client.call.take()
+    assert mutated(message)["x-pd-error-code"] == "decode_unreachable"
+    client.close()
     rig.assert_nothing_is_left()
 
 

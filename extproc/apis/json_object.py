@@ -83,6 +83,11 @@ class JsonObject:
         value = self._values.get(key)
         return 0 if value is None else memoryview(value)[0]
 
+    def match(self, key: str, pattern: re.Pattern[bytes]) -> bytes:
+        """What ``pattern`` matches at the beginning of ``key``'s value; empty when it does not."""
+        found = pattern.match(memoryview(self._values[key]))
+        return found[0] if found else b""
+
     def items_of(self, key: str) -> list[bytes]:
         """The raw elements of the list that is the value of ``key``."""
         return [bytes(item) for item in _ITEMS.decode(memoryview(self._values[key]))]
@@ -144,7 +149,8 @@ class JsonObject:
     def _spans(self) -> list[tuple[int, int, int]] | None:
         """(key's start, value's start, value's end) of every member, stepping over values by their known lengths.
 
-        None when a key is duplicated: the dict then lacks a member, and the steps cannot end at the closing brace.
+        None when a key is duplicated: the dict then lacks a member. Each step checks that the value is where it is
+        expected (no JSON value begins with another one), so it cannot go astray into a text that looks like members.
         """
         if self._known_spans is None:
             self._known_spans = self._plain_spans() or self._spaced_spans()
@@ -170,7 +176,10 @@ class JsonObject:
                 start = colon + 2
             else:
                 return None
-            end = start + len(memoryview(value))
+            view = memoryview(value)
+            if not at(view, start):
+                return None
+            end = start + len(view)
             spans.append((position, start, end))
             if at(b', "', end):
                 position = end + 2
@@ -191,7 +200,10 @@ class JsonObject:
             if key is None:
                 return None
             start = key.end()
-            position = start + len(memoryview(value))
+            view = memoryview(value)
+            if not raw.startswith(view, start):
+                return None
+            position = start + len(view)
             spans.append((key.start(1), start, position))
         return spans if _CLOSE.match(raw, position) else None
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, NamedTuple
 
 from extproc.apis.json_object import JsonObject
-from extproc.apis.table import COMPLETIONS, GENERATE, Api
+from extproc.apis.table import COMPLETIONS, GENERATE, RESPONSES, Api
 from extproc.errors import GatewayError
 
 # A client must not choose where its KV cache goes or comes from: these are ours to set (SGLang io_struct.py,
@@ -19,7 +20,12 @@ CONTROL_FIELDS: Final = frozenset(
         "routed_dp_rank",
         "data_parallel_rank",
         "disagg_prefill_dp_rank",
+        "decode_tp_size",
+        "encoder_urls",
+        "http_worker_ipc",
         "kv_transfer_params",
+        "need_wait_for_mm_inputs",
+        "num_items_assigned",
     }
 )
 # What decides routing, splitting or the handoff; a second occurrence would let us and the engine read different values.
@@ -42,7 +48,9 @@ _DECISIVE: Final = CONTROL_FIELDS | {
     "seed",
 }
 MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs here
-_QUOTE, _BRACKET, _BRACE = b'"[{'
+_QUOTE, _BRACKET = b'"['
+# How a list begins tells what it is a list of. Looking no further matters: a prompt may be a million token ids.
+_OPENING: Final = re.compile(rb'\[[ \t\n\r]*(?:\]|"|\[[ \t\n\r]*\[?)?')
 
 
 class InferenceRequest(NamedTuple):
@@ -78,6 +86,8 @@ class InferenceRequest(NamedTuple):
             key = min(decisive)
             raise GatewayError("duplicate_parameter", f"`{key}` occurs more than once in the body", param=key)
         _require_prompt(api, body)
+        if api is RESPONSES and body.get("background"):
+            raise GatewayError("invalid_type", "`background` cannot be served by a pair of legs", param="background")
         return cls(
             api,
             body,
@@ -140,17 +150,16 @@ def _samples(api: Api, body: JsonObject) -> int:
 
 
 def _prompts(api: Api, body: JsonObject) -> int | None:
-    """Count the prompts of a list; None for one prompt, which may itself be a list of token ids."""
+    """Count the prompts of a list; None for one prompt, which may itself be a list of token ids (or of vectors)."""
     for key in api.batch_keys:
         if body.first_byte(key) != _BRACKET:
             continue
-        items = body.items_of(key)
-        if not items:
+        opening = body.match(key, _OPENING)
+        if opening.endswith(b"]"):
             raise GatewayError("invalid_type", f"`{key}` must not be an empty list", param=key)
-        first = items[0]
-        if key == "input_embeds":  # one prompt is a list of vectors
-            return len(items) if first.startswith(b"[[") else None
-        return len(items) if first[0] in (_QUOTE, _BRACKET) else None
+        depth = opening.count(b"[")
+        deep_enough = depth > 2 if key == "input_embeds" else depth > 1 or opening.endswith(b'"')
+        return len(body.items_of(key)) if deep_enough else None
     return None
 
 

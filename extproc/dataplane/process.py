@@ -136,6 +136,12 @@ class EnvoyProcess:
         """Wait for Envoy's end; its exit status, negative for a signal."""
         return await self._running.wait()
 
+    async def begin_draining(self) -> None:
+        """Take no new clients; those that are there are asked to leave after their requests."""
+        if self._admin is not None:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                await self._admin.begin_draining()
+
     async def stop(self, grace: float) -> None:
         """Take no new requests, let those under way end for at most ``grace`` seconds, then end Envoy."""
         process = self._process

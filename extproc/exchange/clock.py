@@ -11,6 +11,7 @@ from typing import Final, Protocol
 LINGER_SECONDS: Final = 0.05
 HOLD_SECONDS: Final = 0.03
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
+CLOSING_SECONDS: Final = 5.0  # for Envoy to close a call that we have ended
 
 
 class Handle(Protocol):

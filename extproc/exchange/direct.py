@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from extproc.apis.request import InferenceRequest
+from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
+from extproc.dataplane.names import ERROR_CODE, UPSTREAM
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.clock import HOLD_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_path, send_aborts
-from extproc.exchange.machine import Event, IllegalTransitionError, State, rule_of
-from extproc.exchange.record import server_timing
-from extproc.handoff import sglang
+from extproc.exchange.machine import Event, Outside, State, rule_of
+from extproc.exchange.record import named, server_timing
+from extproc.handoff.handoff import Plan
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
 from extproc.workers.worker import Role, Worker
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Session
 
 _log: Final = logging.getLogger(__name__)
+_LAST: Final = (Event.CLOSED, Event.LINGERED)  # after these nothing more will happen
+_NO_EDITS: Final[Mapping[str, bytes]] = {}
+_NO_AUTHORIZATION: Final = wire.remove_header(b"authorization")
 _JSON: Final = wire.set_header(b"content-type", b"application/json")
 
 
@@ -38,13 +42,12 @@ class DirectCourse:
         "_head",
         "_holding",
         "_leg",
+        "_local_reply",
         "_path",
+        "_plan",
         "_prefill",
-        "_prefill_body",
         "_released",
         "_request",
-        "_rid",
-        "_rooms",
         "_session",
         "_state",
         "_status",
@@ -61,14 +64,13 @@ class DirectCourse:
         self._decode = upstreams[0]  # who has the released request, as far as known
         self._prefill: Worker | None = None
         self._leg: Leg | None = None
-        self._rooms: tuple[int, ...] = ()
-        self._rid: str | None = None
-        self._body = request.body.raw
-        self._prefill_body = b""
+        self._plan: Plan | None = None
+        self._body = b""  # of the released request, until it is released
         self._early_head = False
         self._error: GatewayError | None = None
         self._holding: Handle | None = None
         self._status = 0  # of the decode's answer
+        self._local_reply = ""  # the code of an answer that Envoy made up itself
         self._released = False
 
     @classmethod
@@ -79,24 +81,22 @@ class DirectCourse:
         course = cls(session, head, request, pair.decodes)
         course._prefill = pair.prefill
         course._early_head = request.stream and request.api.early_head
-        if request.api.rid_key is not None and request.api.rid_key not in request.body:
-            course._rid = sglang.new_rid(request.api.rid_prefix)
-        rooms = gateway.rooms.mint(request.prompts or 1)
-        try:
-            legs = sglang.plan(request, pair.prefill, rooms, course._rid, trust_client=gateway.config.trust_client)
-        except BaseException:
-            gateway.rooms.release(rooms)
-            raise
-        course._rooms, course._body, course._prefill_body = rooms, legs.decode, legs.prefill
+        plan = course._plan = gateway.handoff.plan(
+            request, pair.prefill, _NO_EDITS, trust_client=gateway.config.trust_client
+        )
+        course._body = plan.decode
         record = session.record
-        record.handoff = sglang.NAME
+        record.handoff = gateway.handoff.name
         record.prefill = pair.prefill.name
         return course
 
     @classmethod
     def alone(cls, session: Session, head: RequestHead, request: InferenceRequest) -> DirectCourse:
         """A request that one prefill worker answers. Raises GatewayError when there is none."""
-        return cls(session, head, request, session.gateway.placer.prefills(request.model))
+        course = cls(session, head, request, session.gateway.placer.prefills(request.model))
+        drop = () if session.gateway.config.trust_client else CONTROL_FIELDS
+        course._body = request.body.edited({}, drop)
+        return course
 
     # -- Course ---------------------------------------------------------------------------------------------------
 
@@ -109,17 +109,22 @@ class DirectCourse:
         """See Course."""
         status = 0
         code = None
+        upstream = None
         for header in headers:
             name = header.key
             if name == ":status":
                 status = int(header.raw_value)
-            elif name == "x-pd-upstream":
-                self._served_by(header.raw_value.decode("latin-1"))
-            elif name == "x-pd-error-code":
+            elif name == UPSTREAM:
+                upstream = header.raw_value.decode("latin-1")
+            elif name == ERROR_CODE:
                 code = header.raw_value.decode("latin-1")
         self._status = status
-        if code is not None:
-            self._note_local_reply(code)
+        if code is not None:  # Envoy answered in the worker's place
+            self._session.record.code = self._local_reply = code
+            if code.endswith("_unreachable"):
+                self._report(self._upstreams)
+        elif upstream != self._decode.endpoint:
+            self._served_by(upstream)
         if status >= 400:
             self._fire(Event.DECODE_REFUSED)
         elif self._early_head:
@@ -128,11 +133,11 @@ class DirectCourse:
             self._fire(Event.DECODE_HEAD)
 
     def drained(self) -> None:
-        """See Course. Nothing is ever queued for long here."""
+        """See Course. A released body is queued once; nothing follows it."""
 
-    def expire(self) -> None:
+    def end(self, error: GatewayError) -> None:
         """See Course."""
-        self._error = GatewayError("request_timeout", "the request took too long")
+        self._error = error
         self._fire(Event.EXPIRED)
 
     def closed(self) -> None:
@@ -143,16 +148,20 @@ class DirectCourse:
 
     def send_both(self) -> None:
         """See Outside."""
-        prefill = self._prefill
+        prefill, plan = self._prefill, self._plan
         assert prefill is not None
+        assert plan is not None
         session = self._session
-        prefill.load += 1
-        self._leg = session.gateway.egress.send(
-            leg_headers(self._head, self._path, (prefill,), session.record.request_id, len(self._prefill_body)),
-            self._prefill_body,
-            WholeAnswer(Role.PREFILL, prefill, self._prefill_done, self._prefill_failed),
+        gateway = session.gateway
+        headers = leg_headers(
+            gateway, self._head, self._path, (prefill,), session.record.request_id, len(plan.prefill)
         )
-        self._prefill_body = b""
+        answer = WholeAnswer(
+            Role.PREFILL, prefill, self._prefill_done, self._prefill_failed, is_failure=gateway.handoff.failed
+        )
+        self._leg = gateway.egress.send(headers, plan.prefill, answer)
+        prefill.load += 1
+        self._plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
         self.release()
 
     def release(self) -> None:
@@ -176,7 +185,9 @@ class DirectCourse:
         record = session.record
         record.headed = session.gateway.clock.now()
         record.status = self._status
-        if self._prefill is None:
+        if self._local_reply:
+            pass  # no worker served
+        elif self._prefill is None:
             record.prefill = self._decode.name
         else:
             record.decode = self._decode.name
@@ -192,16 +203,10 @@ class DirectCourse:
 
     def linger(self) -> None:
         """See Outside."""
+        self._give_decode_back()
         self._holding = self._session.gateway.clock.after(LINGER_SECONDS, lambda: self._fire(Event.LINGERED))
 
-    def fail_with_prefill(self) -> None:
-        """See Outside."""
-        self._stop_holding()
-        self.drop_decode()
-        assert self._error is not None
-        self._session.reject(self._error)
-
-    def fail_with_timeout(self) -> None:
+    def answer_error(self) -> None:
         """See Outside."""
         self._stop_holding()
         assert self._error is not None
@@ -212,22 +217,24 @@ class DirectCourse:
         if self._leg is not None and self._prefill is not None:
             self._leg.cancel()
             self._prefill_over()
-            self._abort(self._prefill)
+            self._abort((self._prefill,))
 
     def drop_decode(self) -> None:
         """See Outside."""
-        self._abort(self._decode)
+        # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
+        self._abort((self._decode,) if self._status else self._upstreams)
 
     def finish(self) -> None:
         """See Outside."""
-        self._stop_holding()
-        self.drop_prefill()  # only after a defect is there one left
-        if self._released:
-            self._released = False
-            self._decode.load -= 1
-        self._session.gateway.rooms.release(self._rooms)
-        self._rooms = ()
-        self._session.finish()
+        try:
+            self._stop_holding()
+            self.drop_prefill()  # only after a defect is there one left
+        finally:
+            self._give_decode_back()
+            plan, self._plan = self._plan, None
+            if plan is not None:
+                self._session.gateway.handoff.release(plan)
+            self._session.finish()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -235,22 +242,23 @@ class DirectCourse:
         """Let an event happen; a defect ends the request and nothing else."""
         try:
             self._state, actions = rule_of(self._state, event)
-        except IllegalTransitionError as error:
-            _log.exception("request %s: %s", self._session.record.request_id.decode("latin-1"), error)
+            for action in actions:
+                getattr(self, action)()
+        except Exception as error:  # noqa: BLE001 - logged; Envoy is told and closes the call, whatever it is
+            _log.exception("request %s: %s", self._session.record.request_id.decode("latin-1"), event.name)
             self._session.call.abort(Status.INTERNAL, str(error))
-            if event is Event.CLOSED and self._state is not State.OVER:
+            if event in _LAST and self._session.alive:
                 self._state = State.OVER
                 self.finish()
-            return
-        for action in actions:
-            getattr(self, action)()
 
     def _prefill_done(self, _: WholeAnswer) -> None:
         self._prefill_over()
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
         self._fire(Event.PREFILL_DONE)
 
     def _prefill_failed(self, error: GatewayError) -> None:
         self._prefill_over()
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
         self._error = error
         if error.fault.code == "prefill_unreachable" and self._prefill is not None:
             self._session.gateway.report_unreachable(self._prefill)
@@ -261,38 +269,35 @@ class DirectCourse:
         assert self._prefill is not None
         self._leg = None
         self._prefill.load -= 1
-        self._session.record.prefill_ended = self._session.gateway.clock.now()
 
-    def _abort(self, worker: Worker) -> None:
-        if self._rid is not None:
+    def _give_decode_back(self) -> None:
+        if self._released:
+            self._released = False
+            self._decode.load -= 1
+
+    def _abort(self, workers: Sequence[Worker]) -> None:
+        if self._plan is not None:
             gateway = self._session.gateway
-            rids = sglang.abortable_rids(self._request, self._rid)
-            send_aborts(gateway.egress, gateway.clock, self._head, worker, rids, self._session.record.request_id)
+            send_aborts(gateway, self._head, workers, self._plan, self._session.record.request_id)
+
+    def _report(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self._session.gateway.report_unreachable(worker)
 
     def _stop_holding(self) -> None:
         if self._holding is not None:
             self._holding.cancel()
             self._holding = None
 
-    def _served_by(self, endpoint: str) -> None:
+    def _served_by(self, endpoint: str | None) -> None:
         """Envoy says who answered: after a fail-over that is not the first of the list."""
-        if endpoint == self._decode.endpoint:
-            return
-        for worker in self._upstreams:
+        for position, worker in enumerate(self._upstreams):
             if worker.endpoint == endpoint:
-                self._session.gateway.report_unreachable(self._decode)
+                self._report(self._upstreams[:position])
                 self._decode.load -= 1
                 worker.load += 1
                 self._decode = worker
                 return
-
-    def _note_local_reply(self, code: str) -> None:
-        """Envoy answered in the decode worker's place."""
-        record = self._session.record
-        record.code = code
-        if code in ("decode_unreachable", "prefill_unreachable"):
-            for worker in self._upstreams:
-                self._session.gateway.report_unreachable(worker)
 
     def _request_mutation(self, worker: Worker, body: bytes) -> bytes:
         head = self._head
@@ -305,6 +310,8 @@ class DirectCourse:
             mutation += wire.set_header(b":path", self._path)
         if worker.api_key is not None:
             mutation += wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode())
+        elif self._session.gateway.api_key is not None:
+            mutation += _NO_AUTHORIZATION  # it is the gateway's own key
         if not fields.get("content-type", b"").startswith(b"application/json"):
             mutation += _JSON
         for name in head.withheld:
@@ -312,8 +319,11 @@ class DirectCourse:
         return mutation
 
 
-@lru_cache(4096)
+@lru_cache(4096)  # there are few pairs
 def _names(prefill: str, decode: str, handoff: str) -> bytes:
     """The header mutation that names who serves."""
-    named = ((b"x-pd-prefill", prefill), (b"x-pd-decode", decode), (b"x-pd-handoff", handoff))
-    return b"".join([wire.set_header(name, value.encode()) for name, value in named if value])
+    return b"".join([wire.set_header(*pair) for pair in named(prefill, decode, handoff)])
+
+
+if TYPE_CHECKING:
+    _: type[Outside] = DirectCourse

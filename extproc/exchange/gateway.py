@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
-from extproc.exchange.clock import ABORT_SECONDS, Clock
+from extproc.errors import GatewayError
+from extproc.exchange.clock import CLOSING_SECONDS, Clock
 from extproc.exchange.record import Observer
-from extproc.handoff.sglang import Rooms
+from extproc.handoff.handoff import Handoff
 from extproc.policies.placement import Placer
 from extproc.transport.interface import Egress
 from extproc.workers.worker import Worker
+
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,11 @@ class GatewayConfig:
 class Mortal(Protocol):
     """What has a deadline."""
 
-    def expire(self) -> None:
-        """The deadline passed."""
+    def end(self, error: GatewayError) -> None:
+        """Its time is over: end everything under way, and tell the client ``error``."""
+
+    def abandon(self) -> None:
+        """It should have been over long ago: give its call up."""
 
 
 class Gateway:
@@ -41,6 +46,7 @@ class Gateway:
     Args:
         config: the operator's settings.
         placer: chooses workers.
+        handoff: prepares legs that meet.
         egress: the way to workers.
         clock: time.
         observer: is told of every finished request.
@@ -51,6 +57,7 @@ class Gateway:
         self,
         config: GatewayConfig,
         placer: Placer,
+        handoff: Handoff,
         egress: Egress,
         clock: Clock,
         observer: Observer,
@@ -58,21 +65,22 @@ class Gateway:
     ) -> None:
         self.config = config
         self.placer = placer
+        self.handoff = handoff
         self.egress = egress
         self.clock = clock
         self.observer = observer
         self.report_unreachable = report_unreachable
-        self.rooms = Rooms()
         self.draining = False
+        self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over
         self.api_key = None if config.api_key is None else config.api_key.encode()
-        # In order of their deadlines, since all have the same time: checking them is looking at the first.
+        # Both in order of their deadlines, since all have the same time: checking them is looking at the first.
         self._alive: dict[Mortal, float] = {}
-        self._idle = asyncio.Event()
+        self._ended: dict[Mortal, float] = {}  # told to end, not yet closed by Envoy
 
     @property
     def alive(self) -> int:
         """How many requests are under way."""
-        return len(self._alive)
+        return len(self._alive) + len(self._ended)
 
     def enter(self, exchange: Mortal) -> None:
         """A request began."""
@@ -80,25 +88,43 @@ class Gateway:
 
     def leave(self, exchange: Mortal) -> None:
         """A request is over and holds nothing."""
-        self._alive.pop(exchange, None)
-        if self.draining and not self._alive:
-            self._idle.set()
-
-    async def idle(self, limit: float) -> bool:
-        """Wait until no request is under way; False when ``limit`` seconds pass first. Only while draining."""
-        if self._alive:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), limit)
-        return not self._alive
+        if self._alive.pop(exchange, None) is None:
+            self._ended.pop(exchange, None)
+        if not self._alive and not self._ended:
+            self.on_idle()
 
     def expire(self) -> None:
         """End the requests whose deadline has passed; to be called about once a second."""
         now = self.clock.now()
-        due = []
-        for exchange, deadline in self._alive.items():
-            if deadline > now:
-                break
-            due.append(exchange)
-        for exchange in due:
-            self._alive[exchange] = self._alive.pop(exchange) + ABORT_SECONDS  # once more, should it not end
-            exchange.expire()
+        for exchange in _due(self._ended, now):
+            del self._ended[exchange]
+            _guarded(exchange.abandon)
+        for exchange in _due(self._alive, now):
+            self._end(exchange, GatewayError("request_timeout", "the request took too long"))
+
+    def end_all(self, error: GatewayError) -> None:
+        """End every request under way."""
+        for exchange in list(self._alive):
+            self._end(exchange, error)
+
+    def _end(self, exchange: Mortal, error: GatewayError) -> None:
+        del self._alive[exchange]
+        self._ended[exchange] = self.clock.now() + CLOSING_SECONDS
+        _guarded(lambda: exchange.end(error))
+
+
+def _due(deadlines: dict[Mortal, float], now: float) -> list[Mortal]:
+    due = []
+    for exchange, deadline in deadlines.items():
+        if deadline > now:
+            break
+        due.append(exchange)
+    return due
+
+
+def _guarded(action: Callable[[], None]) -> None:
+    """One request's trouble must not keep the others' deadlines from being looked at."""
+    try:
+        action()
+    except Exception:  # noqa: BLE001 - logged
+        _log.exception("a request could not be ended")

@@ -33,6 +33,7 @@ _RESPONSE_NOT_FORWARDED: Final = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length"}
 )
 _REMEMBERED_NAMES: Final = 4096
+_REMEMBERED_LENGTH: Final = 64
 _PLAIN_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -47,20 +48,28 @@ class _Names:
     """What is done with a header by its name, remembered: the same few names come with every request."""
 
     def __init__(self) -> None:
-        self.forwarded: dict[str, bytes | None] = {}  # in HTTP/2 form; None: not passed on
+        self.usual: dict[str, bytes | None] = {}  # in HTTP/2 form; None: not passed on
         self.withheld: set[str] = set()
 
-    def learn(self, names: Iterable[str]) -> None:
-        """Classify ``names``; a client that makes up names cannot make the memory grow."""
-        if len(self.forwarded) > _REMEMBERED_NAMES:
-            self.forwarded.clear()
+    def of(self, fields: dict[str, bytes]) -> dict[str, bytes | None]:
+        """The HTTP/2 form of every name in ``fields``, None for those that are not passed on."""
+        known = self.usual
+        return known if fields.keys() <= known.keys() else self._learnt(fields)
+
+    def _learnt(self, names: Iterable[str]) -> dict[str, bytes | None]:
+        """Classify ``names``. A client that makes some up cannot make the memory grow: few and short ones are kept."""
+        if len(self.usual) > _REMEMBERED_NAMES:
+            self.usual.clear()
             self.withheld.clear()
+        others: dict[str, bytes | None] = {}
         for name in names:
             steers = name.startswith(_STEERING_PREFIXES)
-            if steers or name in _CONNECTION:
+            if (steers or name in _CONNECTION) and len(name) <= _REMEMBERED_LENGTH:
                 self.withheld.add(name)
             dropped = steers or name[0] == ":" or name in _NOT_FORWARDED
-            self.forwarded[name] = None if dropped else name.encode("latin-1")
+            kept = self.usual if len(name) <= _REMEMBERED_LENGTH else others
+            kept[name] = None if dropped else name.encode("latin-1")
+        return {**self.usual, **others} if others else self.usual
 
 
 _names: Final = _Names()
@@ -91,17 +100,15 @@ class RequestHead(NamedTuple):
         """
         pairs = [(header.key, header.raw_value) for header in headers]
         fields = dict(pairs)
-        known = _names.forwarded
-        if not fields.keys() <= known.keys():
-            _names.learn(fields)
+        known = _names.of(fields)
         forwarded = [(encoded, value) for name, value in pairs if (encoded := known[name])]
-        withheld = (
-            []
-            if _names.withheld.isdisjoint(fields)
-            else [name.encode("latin-1") for name in fields if name in _names.withheld]
-        )
+        withheld = _withheld(fields) if known is not _names.usual or not _names.withheld.isdisjoint(fields) else []
         method = fields.get(":method", b"").decode("latin-1")
         return cls(method, fields.get(":path", b"").decode("latin-1"), fields, forwarded, withheld)
+
+
+def _withheld(names: Iterable[str]) -> list[bytes]:
+    return [name.encode("latin-1") for name in names if name in _CONNECTION or name.startswith(_STEERING_PREFIXES)]
 
 
 def end_to_end(headers: Iterable[Header]) -> list[Header]:

@@ -10,13 +10,14 @@ from extproc.apis.table import Api
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
 from extproc.errors import GatewayError
-from extproc.exchange.clock import ABORT_SECONDS, Clock
+from extproc.exchange.clock import ABORT_SECONDS
+from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
-from extproc.handoff import sglang
-from extproc.transport.interface import Egress, Header, Lost
+from extproc.handoff.handoff import Plan
+from extproc.transport.interface import Header, Lost
 from extproc.workers.worker import Role, Worker
 
-_BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
+BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
@@ -25,20 +26,25 @@ _CLUSTERS: Final = {Role.PREFILL: PREFILL_CLUSTER.encode(), Role.DECODE: DECODE_
 
 
 def leg_headers(
-    head: RequestHead, path: bytes, workers: Sequence[Worker], request_id: bytes, size: int
+    gateway: Gateway, head: RequestHead, path: bytes, workers: Sequence[Worker], request_id: bytes, size: int
 ) -> list[Header]:
     """The head of a leg to the first of ``workers`` that accepts a connection (all of one role and API key)."""
     first = workers[0]
+    pseudo, fixed = _leg_prefix(first.url.authority, first.role, destinations(workers))
     headers: list[Header] = [
-        *_leg_prefix(path, first.url.authority, first.role, destinations(workers)),
+        *pseudo,
+        (b":path", path),
+        *fixed,
         (b"content-length", b"%d" % size),
         (b"x-request-id", request_id),
     ]
-    if first.api_key is None:
-        headers += head.forwarded
-    else:
+    if first.api_key is not None:
         headers.append((b"authorization", b"Bearer " + first.api_key.encode()))
-        headers += [field for field in head.forwarded if field[0] != b"authorization"]
+    elif gateway.api_key is None:
+        headers += head.forwarded
+        return headers
+    # The client's authorization is the gateway's own key, or not for this worker.
+    headers += [field for field in head.forwarded if field[0] != b"authorization"]
     return headers
 
 
@@ -47,16 +53,16 @@ def destinations(workers: Sequence[Worker]) -> str:
     return workers[0].endpoint or "" if len(workers) == 1 else ",".join([w.endpoint or "" for w in workers])
 
 
-@lru_cache(4096)
-def _leg_prefix(path: bytes, authority: str, role: Role, endpoints: str) -> tuple[Header, ...]:
+@lru_cache(4096)  # there are few orders of few workers
+def _leg_prefix(authority: str, role: Role, endpoints: str) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
+    """What every leg to these workers has: pseudo headers, and others."""
     return (
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":authority", authority.encode()),
-        (b":path", path),
-        (CLUSTER.encode(), _CLUSTERS[role]),
-        (DESTINATION.encode(), endpoints.encode()),
-        (b"content-type", b"application/json"),
+        ((b":method", b"POST"), (b":scheme", b"http"), (b":authority", authority.encode())),
+        (
+            (CLUSTER.encode(), _CLUSTERS[role]),
+            (DESTINATION.encode(), endpoints.encode()),
+            (b"content-type", b"application/json"),
+        ),
     )
 
 
@@ -71,10 +77,22 @@ def leg_path(api: Api, client_path: str) -> bytes:
 class WholeAnswer:
     """Receives a leg's answer as a whole: either ``complete`` or ``failed`` is called, once.
 
+    ``is_failure`` looks into the body of a 2xx answer.
     Of a body that is not to be kept whole only a first part is, enough for an error or to see what became of one token.
     """
 
-    __slots__ = ("_complete", "_failed", "_keep", "_parts", "_role", "_size", "_worker", "headers", "status")
+    __slots__ = (
+        "_complete",
+        "_failed",
+        "_is_failure",
+        "_keep",
+        "_parts",
+        "_role",
+        "_size",
+        "_worker",
+        "headers",
+        "status",
+    )
 
     def __init__(
         self,
@@ -83,8 +101,10 @@ class WholeAnswer:
         complete: Callable[[WholeAnswer], None],
         failed: Callable[[GatewayError], None],
         *,
+        is_failure: Callable[[bytes], bool],
         keep: bool = False,
     ) -> None:
+        self._is_failure = is_failure
         self._role = role
         self._worker = worker
         self._complete = complete
@@ -107,7 +127,7 @@ class WholeAnswer:
 
     def data(self, chunk: bytes) -> None:
         """See LegReceiver."""
-        if self._keep or self._size < _BODY_LIMIT:
+        if self._keep or self._size < BODY_LIMIT:
             self._parts.append(chunk)
             self._size += len(chunk)
 
@@ -115,7 +135,7 @@ class WholeAnswer:
         """See LegReceiver."""
         if not 200 <= self.status < 300:
             self._failed(failure_of(self._role, self._worker, self.status, self.headers, self.body))
-        elif sglang.answer_is_aborted(self.body):
+        elif self._is_failure(self.body):
             name = self._role.value
             self._failed(GatewayError(f"{name}_failed", f"{name} worker {self._worker.url} aborted the request"))
         else:
@@ -171,25 +191,32 @@ def loss_of(role: Role, worker: Worker, reason: Lost, detail: str) -> GatewayErr
     return GatewayError("egress_unavailable", message, retry_after=_RETRY_AFTER)
 
 
-def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker:
-    """Which of ``workers`` answered, by the header that Envoy sets; the first when it does not say."""
-    for name, value in headers:
-        if name == _UPSTREAM:
-            endpoint = value.decode("latin-1")
-            return next((worker for worker in workers if worker.endpoint == endpoint), workers[0])
-    return workers[0]
+def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker | None:
+    """Which of ``workers`` answered, by the header that Envoy sets; None when no worker did."""
+    fields = dict(headers)
+    if _LOCAL_REPLY in fields:
+        return None
+    endpoint = fields.get(_UPSTREAM, b"").decode("latin-1")
+    return next((worker for worker in workers if worker.endpoint == endpoint), workers[0])
+
+
+def refused_before(workers: Sequence[Worker], served: Worker | None) -> Sequence[Worker]:
+    """The workers that Envoy tried in vain before ``served``; all of them for None."""
+    return workers if served is None else workers[: workers.index(served)]
 
 
 def send_aborts(
-    egress: Egress, clock: Clock, head: RequestHead, worker: Worker, rids: Sequence[str], request_id: bytes
+    gateway: Gateway, head: RequestHead, workers: Sequence[Worker], plan: Plan, request_id: bytes
 ) -> None:
-    """Ask ``worker`` to end ``rids`` at once; closing the connection alone takes SGLang up to 4 s to notice."""
-    for rid in rids:
-        body = sglang.abort_body(rid)
-        leg = egress.send(
-            leg_headers(head, sglang.ABORT_PATH, [worker], request_id, len(body)), body, Ignored()
-        )
-        clock.after(ABORT_SECONDS, leg.cancel)
+    """Ask ``workers`` to end the legs of ``plan`` at once; closing their connections alone may take seconds to notice.
+
+    A worker that does not have them ignores it.
+    """
+    for path, body in gateway.handoff.aborts(plan):
+        for worker in workers:
+            headers = leg_headers(gateway, head, path, (worker,), request_id, len(body))
+            leg = gateway.egress.send(headers, body, Ignored())
+            gateway.clock.after(ABORT_SECONDS, leg.cancel)
 
 
 def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:

@@ -45,13 +45,13 @@ class Event(IntEnum):
     DECODE_HEAD_EARLY = auto()  # the decode answered 2xx before it can have the KV cache
     DECODE_REFUSED = auto()  # the decode answered with an error status
     HELD_ENOUGH = auto()  # the moment granted to an early head passed
-    EXPIRED = auto()  # the request's deadline passed
+    EXPIRED = auto()  # the request's time is over: its deadline passed, or the gateway stops
     LINGERED = auto()  # the moment granted to the prefill passed
     CLOSED = auto()  # Envoy ended the stream: the answer is out, or the client has left
 
 
 class Outside(Protocol):
-    """What the machine can have done. Each is called at most once for an exchange."""
+    """What the machine can have done."""
 
     def send_both(self) -> None:
         """Send the prefill leg and release the decode leg."""
@@ -68,11 +68,8 @@ class Outside(Protocol):
         Most prefills that fail do so within milliseconds; a client can then still be told with a status.
         """
 
-    def fail_with_prefill(self) -> None:
-        """Tell the client of the prefill's failure (or cut its answer), and end the decode leg on its worker."""
-
-    def fail_with_timeout(self) -> None:
-        """Tell the client of the timeout (or cut its answer)."""
+    def answer_error(self) -> None:
+        """Tell the client what went wrong; where its answer has begun, cut it."""
 
     def drop_prefill(self) -> None:
         """Cancel the prefill leg and end its work on the worker."""
@@ -81,7 +78,7 @@ class Outside(Protocol):
         """End the decode leg's work on the worker; its connection is Envoy's to close."""
 
     def linger(self) -> None:
-        """Grant the prefill leg a moment, then raise LINGERED."""
+        """Give the decode's load back and grant the prefill leg a moment, then raise LINGERED."""
 
     def finish(self) -> None:
         """Give everything back and write the log line."""
@@ -100,32 +97,32 @@ _S, _E = State, Event
 RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.READY, _E.ACCEPTED): (_S.PARALLEL, ("send_both",)),
     (_S.READY, _E.ACCEPTED_ALONE): (_S.DECODING, ("release",)),
-    (_S.READY, _E.EXPIRED): (_S.ENDED, ("fail_with_timeout",)),
+    (_S.READY, _E.EXPIRED): (_S.ENDED, ("answer_error",)),
     (_S.READY, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.PARALLEL, _E.PREFILL_DONE): (_S.DECODING, ()),
-    (_S.PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("fail_with_prefill",)),
+    (_S.PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.PARALLEL, _E.DECODE_HEAD): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.PARALLEL, _E.DECODE_HEAD_EARLY): (_S.HELD, ("hold_head",)),
     (_S.PARALLEL, _E.DECODE_REFUSED): (_S.ANSWERING, ("drop_prefill", "pass_head")),
-    (_S.PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "fail_with_timeout")),
+    (_S.PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
     (_S.PARALLEL, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
     (_S.DECODING, _E.DECODE_HEAD): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_HEAD_EARLY): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_REFUSED): (_S.ANSWERING, ("pass_head",)),
-    (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "fail_with_timeout")),
+    (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.DECODING, _E.CLOSED): (_S.OVER, ("drop_decode", "finish")),
     (_S.HELD, _E.HELD_ENOUGH): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.HELD, _E.PREFILL_DONE): (_S.ANSWERING, ("pass_head",)),
-    (_S.HELD, _E.PREFILL_FAILED): (_S.ENDED, ("fail_with_prefill",)),
-    (_S.HELD, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "fail_with_timeout")),
+    (_S.HELD, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
+    (_S.HELD, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
     (_S.HELD, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
     (_S.ANSWERING_PARALLEL, _E.PREFILL_DONE): (_S.ANSWERING, ()),
-    (_S.ANSWERING_PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("fail_with_prefill",)),
-    (_S.ANSWERING_PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "fail_with_timeout")),
+    (_S.ANSWERING_PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
+    (_S.ANSWERING_PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
     # The stream's end alone does not tell a finished answer from a client that left: a prefill that is about to answer
     # is let do so, or each short generation would cost the worker a broken connection.
     (_S.ANSWERING_PARALLEL, _E.CLOSED): (_S.LINGERING, ("linger",)),
-    (_S.ANSWERING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "fail_with_timeout")),
+    (_S.ANSWERING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.ANSWERING, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.LINGERING, _E.PREFILL_DONE): (_S.OVER, ("finish",)),
     (_S.LINGERING, _E.PREFILL_FAILED): (_S.OVER, ("finish",)),

@@ -63,10 +63,15 @@ def server_timing(record: Record) -> bytes:
     return b"route;dur=%.2f, decode;dur=%.2f" % (route, decode)
 
 
+def named(prefill: str, decode: str, handoff: str) -> list[Header]:
+    """The headers that name who served, without those that are not known."""
+    pairs = ((b"x-pd-prefill", prefill), (b"x-pd-decode", decode), (b"x-pd-handoff", handoff))
+    return [(name, value.encode()) for name, value in pairs if value]
+
+
 def naming_headers(record: Record) -> list[Header]:
-    """The response headers that name who served: ``x-pd-prefill``, ``x-pd-decode``, ``x-pd-handoff``."""
-    named = ((b"x-pd-prefill", record.prefill), (b"x-pd-decode", record.decode), (b"x-pd-handoff", record.handoff))
-    return [(name, value.encode()) for name, value in named if value]
+    """The same of a request."""
+    return named(record.prefill, record.decode, record.handoff)
 
 
 class Observer(Protocol):

@@ -13,16 +13,22 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-import orjson
-
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.clock import LINGER_SECONDS
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
-from extproc.exchange.legs import WholeAnswer, answered_by, failure_of, leg_headers, leg_path, loss_of, send_aborts
+from extproc.exchange.legs import (
+    WholeAnswer,
+    answered_by,
+    leg_headers,
+    leg_path,
+    loss_of,
+    refused_before,
+    send_aborts,
+)
 from extproc.exchange.record import naming_headers, server_timing
-from extproc.handoff import sglang
+from extproc.handoff.handoff import Plan
 from extproc.merge.answer import joined_answer
 from extproc.merge.split import sample_edits
 from extproc.transport.interface import Header, Leg, Lost
@@ -45,40 +51,39 @@ class _Phase(Enum):
 class _Sample:
     """One pair of legs; the LegReceiver of its decode leg."""
 
-    __slots__ = ("_course", "_error", "_parts", "decode", "index", "prefill", "rid", "status", "worker")
+    __slots__ = ("_course", "_refusal", "decode", "headed", "index", "plan", "prefill", "worker")
 
     def __init__(self, course: RelayedCourse, index: int, worker: Worker) -> None:
         self._course = course
+        self._refusal: WholeAnswer | None = None  # receives an answer that is an error
         self.index = index
-        self.worker = worker  # who decodes
+        self.worker = worker  # who decodes, as far as known
+        self.headed = False  # it is known
+        self.plan: Plan | None = None
         self.prefill: Leg | None = None
         self.decode: Leg | None = None
-        self.rid: str | None = None
-        self.status = 0
-        self._error: Sequence[Header] | None = None  # the head of an error, until its body is here
-        self._parts: list[bytes] = []
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See LegReceiver."""
-        self.status = status
+        self._course.decode_answers(self, headers)
         if 200 <= status < 300:
-            self._course.decode_head(self, headers)
+            self._course.decode_head(headers)
         else:
-            self._error = headers
+            self._refusal = self._course.refusal_of(self)
+            self._refusal.head(status, headers)
 
     def data(self, chunk: bytes) -> None:
         """See LegReceiver."""
-        if self._error is not None:
-            self._parts.append(chunk)
+        if self._refusal is not None:
+            self._refusal.data(chunk)
         else:
             self._course.decode_data(self, chunk)
 
     def done(self) -> None:
         """See LegReceiver."""
         self._over()
-        if self._error is not None:
-            body = b"".join(self._parts)
-            self._course.fail(failure_of(Role.DECODE, self.worker, self.status, self._error, body))
+        if self._refusal is not None:
+            self._refusal.done()
         else:
             self._course.decode_done(self)
 
@@ -104,7 +109,6 @@ class RelayedCourse:
         "_phase",
         "_prefill",
         "_request",
-        "_rooms",
         "_samples",
         "_session",
     )
@@ -119,14 +123,12 @@ class RelayedCourse:
         self._prefill = pair.prefill
         self._decodes = pair.decodes
         self._samples = [_Sample(self, index, pair.decodes[0]) for index in range(request.samples)]
-        self._rooms: tuple[int, ...] = ()
         self._phase = _Phase.WAITING
         self._paused = False
         self._headers: Sequence[Header] = ()
         record = session.record
-        record.handoff = sglang.NAME
+        record.handoff = session.gateway.handoff.name
         record.prefill = pair.prefill.name
-        record.decode = pair.decodes[0].name
 
     # -- Course ---------------------------------------------------------------------------------------------------
 
@@ -134,10 +136,8 @@ class RelayedCourse:
         """See Course."""
         session = self._session
         session.record.sent = session.gateway.clock.now()
-        prompts = self._request.prompts or 1
-        self._rooms = session.gateway.rooms.mint(prompts * len(self._samples))
         for sample in self._samples:
-            self._send(sample, self._rooms[sample.index * prompts : (sample.index + 1) * prompts])
+            self._send(sample)
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002
         """See Course. Envoy asks about its own local reply: there is nothing to change."""
@@ -151,9 +151,9 @@ class RelayedCourse:
                 if sample.decode is not None:
                     sample.decode.resume()
 
-    def expire(self) -> None:
+    def end(self, error: GatewayError) -> None:
         """See Course."""
-        self.fail(GatewayError("request_timeout", "the request took too long"))
+        self.fail(error)
 
     def closed(self) -> None:
         """See Course."""
@@ -166,17 +166,29 @@ class RelayedCourse:
 
     # -- what the legs tell ---------------------------------------------------------------------------------------
 
-    def decode_head(self, sample: _Sample, headers: Sequence[Header]) -> None:
-        """A decode leg answered 2xx."""
-        served_by = answered_by(self._decodes, headers)
-        if served_by is not sample.worker:
-            self._session.gateway.report_unreachable(sample.worker)
-            sample.worker.load -= 1
-            served_by.load += 1
-            sample.worker = served_by
-            self._session.record.decode = served_by.name
+    def decode_answers(self, sample: _Sample, headers: Sequence[Header]) -> None:
+        """A decode leg has its answer's head, and with it the word of who answers."""
+        served = answered_by(self._decodes, headers)
+        for worker in refused_before(self._decodes, served):
+            self._session.gateway.report_unreachable(worker)
+        if served is None:
+            return
+        sample.headed = True
+        sample.worker.load -= 1
+        served.load += 1
+        sample.worker = served
+        self._session.record.decode = served.name
+
+    def decode_head(self, headers: Sequence[Header]) -> None:
+        """A decode leg answers 2xx."""
         if not self._headers:
             self._headers = headers
+
+    def refusal_of(self, sample: _Sample) -> WholeAnswer:
+        """What receives a decode leg's answer that is an error."""
+        return WholeAnswer(
+            Role.DECODE, sample.worker, lambda _: None, self.fail, is_failure=self._session.gateway.handoff.failed
+        )
 
     def decode_data(self, sample: _Sample, chunk: bytes) -> None:
         """A piece of a decode leg's answer."""
@@ -210,57 +222,56 @@ class RelayedCourse:
 
     def _finish(self) -> None:
         self._phase = _Phase.OVER
-        self._drop_legs()
-        self._samples.clear()  # they refer back to us
-        self._session.gateway.rooms.release(self._rooms)
-        self._session.finish()
+        handoff = self._session.gateway.handoff
+        try:
+            self._drop_legs()
+        finally:
+            for sample in self._samples:
+                if sample.plan is not None:
+                    handoff.release(sample.plan)
+            self._samples.clear()  # they refer back to us
+            self._session.finish()
 
-    def _send(self, sample: _Sample, rooms: tuple[int, ...]) -> None:
-        session = self._session
+    def _send(self, sample: _Sample) -> None:
+        session, request, head = self._session, self._request, self._head
         gateway = session.gateway
-        request = self._request
-        key = request.api.rid_key
-        edits = sample_edits(request, sample.index)
-        rid = None
-        if key is not None and key not in request.body:
-            sample.rid = rid = sglang.new_rid(request.api.rid_prefix)
-        elif key in edits:  # the client's own name, with the sample's number: nobody else's either
-            name = orjson.loads(edits[key])
-            sample.rid = name if isinstance(name, str) else None
-        legs = sglang.plan(
-            request, self._prefill, rooms, rid, edits=edits, trust_client=gateway.config.trust_client
+        plan = gateway.handoff.plan(
+            request,
+            self._prefill,
+            sample_edits(request, sample.index),
+            trust_client=gateway.config.trust_client,
         )
-        path, request_id = leg_path(request.api, self._head.path), session.record.request_id
+        sample.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
+        path, request_id = leg_path(request.api, head.path), session.record.request_id
+        answer = WholeAnswer(
+            Role.PREFILL,
+            self._prefill,
+            lambda answer: self._prefill_done(sample, answer),
+            lambda error: self._prefill_failed(sample, error),
+            is_failure=gateway.handoff.failed,
+            keep=self._answer.needs_prefill,
+        )
+        headers = leg_headers(gateway, head, path, (self._prefill,), request_id, len(plan.prefill))
+        sample.prefill = gateway.egress.send(headers, plan.prefill, answer)
         self._prefill.load += 1
-        sample.prefill = gateway.egress.send(
-            leg_headers(self._head, path, [self._prefill], request_id, len(legs.prefill)),
-            legs.prefill,
-            WholeAnswer(
-                Role.PREFILL,
-                self._prefill,
-                lambda answer: self._prefill_done(sample, answer),
-                lambda error: self._prefill_failed(sample, error),
-                keep=self._answer.needs_prefill,
-            ),
-        )
+        headers = leg_headers(gateway, head, path, self._decodes, request_id, len(plan.decode))
+        sample.decode = gateway.egress.send(headers, plan.decode, sample)
         sample.worker.load += 1
-        sample.decode = gateway.egress.send(
-            leg_headers(self._head, path, self._decodes, request_id, len(legs.decode)), legs.decode, sample
-        )
 
     def _prefill_done(self, sample: _Sample, answer: WholeAnswer) -> None:
         self._prefill_over(sample)
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
         if self._answer.needs_prefill:
             self._relay(lambda: self._answer.prefill_done(sample.index, answer.body))
 
     def _prefill_failed(self, sample: _Sample, error: GatewayError) -> None:
         self._prefill_over(sample)
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
         self.fail(error)
 
     def _prefill_over(self, sample: _Sample) -> None:
         sample.prefill = None
         self._prefill.load -= 1
-        self._session.record.prefill_ended = self._session.gateway.clock.now()
 
     def _relay(self, step: Callable[[], bytes]) -> None:
         """Take one step of the merge and send what it yields."""
@@ -270,6 +281,10 @@ class RelayedCourse:
             chunk = step()
         except GatewayError as error:
             self.fail(error)
+            return
+        except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it
+            _log.exception("request %s cannot be merged", self._session.record.request_id.decode("latin-1"))
+            self.fail(GatewayError("internal_error", "the gateway failed; its log says why"))
             return
         if self._answer.complete:
             if self._phase is _Phase.WAITING:
@@ -312,15 +327,14 @@ class RelayedCourse:
             if sample.prefill is not None:
                 sample.prefill.cancel()
                 self._prefill_over(sample)
-                self._abort(sample, self._prefill)
+                self._abort(sample, (self._prefill,))
             if sample.decode is not None:
                 sample.decode.cancel()
                 sample.decode = None
                 sample.worker.load -= 1
-                self._abort(sample, sample.worker)
+                # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
+                self._abort(sample, (sample.worker,) if sample.headed else self._decodes)
 
-    def _abort(self, sample: _Sample, worker: Worker) -> None:
-        if sample.rid is not None:
-            gateway = self._session.gateway
-            rids = sglang.abortable_rids(self._request, sample.rid)
-            send_aborts(gateway.egress, gateway.clock, self._head, worker, rids, self._session.record.request_id)
+    def _abort(self, sample: _Sample, workers: Sequence[Worker]) -> None:
+        if sample.plan is not None:
+            send_aborts(self._session.gateway, self._head, workers, sample.plan, self._session.record.request_id)

@@ -16,12 +16,14 @@ from extproc.exchange import wire
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
-from extproc.exchange.record import Record
+from extproc.exchange.record import Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
+from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call
 
 _log: Final = logging.getLogger(__name__)
 _DRAIN_RETRY_AFTER: Final = 1
+_LOGGED_MODEL: Final = 256  # characters; a client may send any number
 
 
 class Course(Protocol):
@@ -36,8 +38,8 @@ class Course(Protocol):
     def drained(self) -> None:
         """Envoy took what was queued."""
 
-    def expire(self) -> None:
-        """The request's deadline passed."""
+    def end(self, error: GatewayError) -> None:
+        """The request's time is over."""
 
     def closed(self) -> None:
         """Envoy ended the stream."""
@@ -105,12 +107,16 @@ class Session:
         else:
             self.finish()
 
-    def expire(self) -> None:
-        """The request's deadline passed."""
+    def end(self, error: GatewayError) -> None:
+        """See Mortal."""
         if self._course is not None:
-            self._course.expire()
+            self._course.end(error)
         elif not self._answered:
-            self.reject(GatewayError("request_timeout", "the request did not arrive in time"))
+            self.reject(error)
+
+    def abandon(self) -> None:
+        """See Mortal."""
+        self.call.abort(Status.INTERNAL, "the request should have been closed")
 
     def reject(self, error: GatewayError) -> None:
         """Answer the client with ``error``; where an answer has begun, Envoy cuts it instead."""
@@ -121,7 +127,14 @@ class Session:
         record.code = error.fault.code
         record.message = error.message
         headers = [*error.headers, (b"x-request-id", record.request_id)]
+        if self.gateway.config.response_headers:
+            headers += naming_headers(record)
         self.call.send(wire.immediate_reply(error.status, headers, error.body))
+
+    @property
+    def alive(self) -> bool:
+        """The request is not over."""
+        return not self.record.ended
 
     def finish(self) -> None:
         """The request is over: tell the observer."""
@@ -192,7 +205,7 @@ class Session:
 
     def _set_course(self, api: Api, head: RequestHead, request: InferenceRequest) -> Course:
         record = self.record
-        record.model = request.model or ""
+        record.model = (request.model or "")[:_LOGGED_MODEL]
         record.stream = request.stream
         record.samples = request.samples
         if api.flow is Flow.PREFILL_ONLY:

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import orjson
 
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
+from extproc.handoff.handoff import Plan
 from extproc.workers.worker import Worker
 
-NAME: Final = "sglang"
-ABORT_PATH: Final = b"/abort_request"
-_MAX_ABORTS: Final = 64  # of one batch; the others' legs end with their connection
+MAX_ABORTS: Final = 64  # of one batch; the others' legs end with their connection
+_ABORT_PATH: Final = b"/abort_request"
+_MEETING_PLACE: Final = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"})
 _ROOM_BITS: Final = 63
 _ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*(?:\{\s*"type"\s*:\s*)?"abort"')
 _NOTHING: Final[frozenset[str]] = frozenset()
@@ -58,46 +59,89 @@ class Rooms:
         self._live.difference_update(rooms)
 
 
-class Legs(NamedTuple):
-    """The two bodies of one handoff."""
+class SglangHandoff:
+    """See the module, and Handoff."""
 
-    prefill: bytes
-    decode: bytes
+    name = "sglang"
+
+    def __init__(self) -> None:
+        self._rooms = Rooms()
+
+    @property
+    def live(self) -> int:
+        """See Handoff."""
+        return len(self._rooms)
+
+    def plan(
+        self,
+        request: InferenceRequest,
+        prefill: Worker,
+        edits: Mapping[str, bytes] = _NO_EDITS,
+        *,
+        trust_client: bool = False,
+    ) -> Plan:
+        """See Handoff. The client's bytes reach both legs as they are, but for what the module says."""
+        rooms = self._rooms.mint(request.prompts or 1)
+        try:
+            return _plan(request, prefill, rooms, edits, trust_client=trust_client)
+        except BaseException:
+            self._rooms.release(rooms)
+            raise
+
+    def release(self, plan: Plan) -> None:
+        """See Handoff."""
+        self._rooms.release(plan.rooms)
+
+    def aborts(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
+        """See Handoff."""
+        return [(_ABORT_PATH, orjson.dumps({"rid": name})) for name in plan.names]
+
+    def failed(self, answer: bytes) -> bool:
+        """See Handoff. An engine ends an aborted request with a success status and ``finish_reason`` "abort".
+
+        (``/generate``: {"type": "abort"}.) Inside a JSON string the quotes would be escaped, so that text of a model
+        cannot look like this.
+        """
+        return b'"abort"' in answer and _ABORTED.search(answer) is not None
 
 
-def plan(
+def _plan(
     request: InferenceRequest,
     prefill: Worker,
     rooms: tuple[int, ...],
-    rid: str | None,
+    edits: Mapping[str, bytes],
     *,
-    edits: Mapping[str, bytes] = _NO_EDITS,
-    trust_client: bool = False,
-) -> Legs:
-    """The bodies of both legs.
-
-    Args:
-        request: the client's request; its bytes reach both legs as they are, but for what is said here.
-        prefill: the chosen prefill worker.
-        rooms: one live room per prompt.
-        rid: the request id that we own; None when the client gave its own or the API has none.
-        edits: raw values of top-level fields in which this pair of legs differs from the client's (one of n samples).
-        trust_client: keep control fields that the client sent (ours still win).
-    """
+    trust_client: bool,
+) -> Plan:
     body = request.body
     members = _bootstrap_members(prefill, rooms, request.prompts)
-    if rid is not None:
-        members += b',"%b":"%b"' % (str(request.api.rid_key).encode(), rid.encode())
+    names: Sequence[str] = ()
+    key = request.api.rid_key
+    if key is not None and key not in body:
+        rid = f"{request.api.rid_prefix}{random.getrandbits(128):032x}"
+        members += b',"%b":"%b"' % (key.encode(), rid.encode())
+        names = _names_of(rid, request.prompts)
+    elif key is not None and key in edits:  # the client's name with a sample's number, which is nobody else's either
+        rid = orjson.loads(edits[key])
+        names = _names_of(rid, request.prompts) if isinstance(rid, str) else ()
     drop = _NOTHING if CONTROL_FIELDS.isdisjoint(body.keys()) else CONTROL_FIELDS
     if trust_client:
-        drop &= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"}
+        drop &= _MEETING_PLACE
     decode = body.edited(edits, drop, members)
     if not request.stream:
-        return Legs(decode, decode)
-    # The prefill's answer is only waited for, so a stream of it would be work for nothing; and some of the engine's
-    # endpoints report an error as an event inside a 200 stream, but as a status when not streaming.
+        return Plan(decode, decode, rooms, names)
+    # The prefill's answer is only waited for, so a stream of it would be work for nothing; and in a stream the engine
+    # reports errors as events behind a 200, but as a status when not streaming.
     calm = {**edits, "stream": b"false"}
-    return Legs(body.edited(calm, drop | {"stream_options"}, members), decode)
+    return Plan(body.edited(calm, drop | {"stream_options"}, members), decode, rooms, names)
+
+
+def _names_of(rid: str, prompts: int | None) -> Sequence[str]:
+    """The names under which the engine knows the request: one, or one per prompt of a list.
+
+    Aborting any that still runs ends the whole answer; which of them do is not known here.
+    """
+    return [rid] if prompts is None else [f"{rid}_{index}" for index in range(min(prompts, MAX_ABORTS))]
 
 
 def _bootstrap_members(prefill: Worker, rooms: tuple[int, ...], prompts: int | None) -> bytes:
@@ -113,32 +157,3 @@ def _bootstrap_members(prefill: Worker, rooms: tuple[int, ...], prompts: int | N
 def _address(host: str, port: int | None) -> tuple[bytes, bytes]:
     """Where the prefill's bootstrap server is, as JSON."""
     return orjson.dumps(host), b"null" if port is None else b"%d" % port
-
-
-def answer_is_aborted(body: bytes) -> bool:
-    """Whether a 2xx answer says that the engine gave the request up.
-
-    An engine ends an aborted request with a success status and ``finish_reason`` "abort" (``/generate``: {"type":
-    "abort"}). Inside a JSON string the quotes would be escaped, so that text of a model cannot look like this.
-    """
-    return b'"abort"' in body and _ABORTED.search(body) is not None
-
-
-def new_rid(prefix: str = "") -> str:
-    """A name for a request on its workers, unlike any other's. The client sees it as the answer's id."""
-    return f"{prefix}{random.getrandbits(128):032x}"
-
-
-def abortable_rids(request: InferenceRequest, rid: str) -> list[str]:
-    """The names under which the engine knows the request: one, or one per prompt of a list.
-
-    Aborting any that still runs ends the whole answer; which of them do is not known here.
-    """
-    if request.prompts is None:
-        return [rid]
-    return [f"{rid}_{index}" for index in range(min(request.prompts, _MAX_ABORTS))]
-
-
-def abort_body(rid: str) -> bytes:
-    """The body of ``POST /abort_request`` that ends the request with this ``rid``."""
-    return orjson.dumps({"rid": rid})

@@ -11,6 +11,7 @@ from extproc.workers.worker import Role, Worker
 
 # Envoy tries the hosts of the list in order while they refuse the connection; dataplane's retry policy allows as many.
 CANDIDATES: Final = 4
+_SHOWN: Final = 256  # characters of a model's name: a client may send any number
 _RETRY_AFTER: Final = 1  # seconds; health probes of a worker that is down come about as often
 
 
@@ -83,8 +84,8 @@ class Placer:
     def _nobody(self, model: str | None, role: Role) -> GatewayError:
         # A gateway to which nobody has come yet cannot say what exists.
         if model is not None and len(self._fleet) and not self._fleet.knows_model(model):
-            return GatewayError("model_not_found", f"The model `{model}` does not exist", param="model")
-        which = f" for model `{model}`" if model is not None else ""
+            return GatewayError("model_not_found", f"The model `{model[:_SHOWN]}` does not exist", param="model")
+        which = f" for model `{model[:_SHOWN]}`" if model is not None else ""
         return GatewayError(
             "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
         )
