@@ -147,8 +147,10 @@ async def serving(server_type: type[Server], envoy: TransportEnvoy, exchanges: E
     """A server that Envoy has forgotten when the block is left."""
     server = server_type()
     await server.start(f"unix:{envoy.ext_proc}", exchanges.process)
-    yield server
-    await server.drain(0)
+    try:
+        yield server
+    finally:
+        await server.drain(0)
     await envoy.until_statistic("cluster.ext_proc.upstream_cx_active", 0)
 
 
@@ -156,7 +158,8 @@ async def serving(server_type: type[Server], envoy: TransportEnvoy, exchanges: E
 async def server(server_type: type[Server], envoy: TransportEnvoy, exchanges: Exchanges) -> AsyncIterator[Server]:
     async with serving(server_type, envoy, exchanges) as server:
         yield server
-        await exchanges.until(lambda: server.open_calls == 0)
+        await exchanges.until(lambda: all(each.ends for each in exchanges.all))
+    assert server.open_calls == 0
     assert [each.ends for each in exchanges.all] == [1] * len(exchanges.all)
 
 
@@ -204,7 +207,7 @@ async def test_many_requests_at_once(client: aiohttp.ClientSession, exchanges: E
     async def post(index: int) -> None:
         body = _BODY[index : index * 300]
         async with client.post("/sha", data=BytesIO(body)) as answer:
-            assert await answer.text() == hashlib.sha256(body).hexdigest()
+            assert (answer.status, await answer.text()) == (200, hashlib.sha256(body).hexdigest())
 
     await asyncio.gather(*(post(index) for index in range(300)))
     await exchanges.all_ended(300)

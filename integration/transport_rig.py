@@ -40,6 +40,7 @@ _EXT_PROC = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "ext_proc"}, "timeout": "0s"},
         "allow_content_length_header": True,
+        "message_timeout": "10s",  # of the answer to response headers; the default of 200 ms is short for a busy test
         "status_on_error": {"code": 503},
         "processing_mode": {
             "request_header_mode": "SEND",
