@@ -54,7 +54,7 @@ CATALOGUE = _catalogue(
         retryable=True,
     ),
     Fault("prefill_failed", 502, "the prefill worker answered with a 5xx status (503, 504 are kept)", retryable=True),
-    Fault("prefill_timeout", 504, "the prefill leg outlived `--request-timeout-secs`", retryable=True),
+    Fault("prefill_timeout", 504, "Envoy gave up waiting for the prefill worker", retryable=True),
     Fault("decode_unreachable", 503, "every candidate decode worker refuses connections", retryable=True),
     Fault("decode_rejected", 400, "in a relayed request: the decode worker's 4xx status and body are passed on"),
     Fault(
@@ -69,7 +69,7 @@ CATALOGUE = _catalogue(
         "the decode worker's connection broke before its answer was whole",
         retryable=True,
     ),
-    Fault("decode_timeout", 504, "in a relayed request: a decode leg outlived Envoy's timers", retryable=True),
+    Fault("decode_timeout", 504, "in a relayed request: Envoy gave up waiting for the decode worker", retryable=True),
     Fault("decode_bad_reply", 502, "an answer that must be merged is not what the API promises"),
     Fault("request_timeout", 504, "the request outlived `--request-timeout-secs`"),
     Fault("internal_error", 500, "a defect in the gateway; the log has the traceback"),

@@ -40,14 +40,11 @@ CONTROL_PATHS = (
     "/readiness",
     "/health",
     "/liveness",
-    "/health_generate",
     "/v1/models",
     "/get_loads",
-    "/flush_cache",
     "/get_server_info",
     "/get_model_info",
     "/server_info",
     "/model_info",
-    "/openapi.json",
 )
 CONTROL_PREFIXES = ("/workers/", "/v1/models/")
