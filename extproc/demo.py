@@ -134,20 +134,26 @@ class _Demo:
     async def _ready(
         self, service: Service, serving: asyncio.Task[int], client: aiohttp.ClientSession, stopped: asyncio.Event
     ) -> bool:
-        started = asyncio.create_task(service.started.wait())
-        await asyncio.wait({started, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            started.cancel()
+        waits = [asyncio.create_task(service.started.wait()), asyncio.create_task(stopped.wait())]
+        await asyncio.wait({*waits, serving}, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if serving.done() or stopped.is_set():
             return False
         host, port = service.client_address
+        reason = ""
         deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline and not stopped.is_set():
-            async with client.get(f"http://{host}:{port}/readiness") as answer:
-                if answer.status == 200:
-                    return True
-                reason = await answer.text()
+            try:
+                async with client.get(f"http://{host}:{port}/readiness") as answer:
+                    if answer.status == 200:
+                        return True
+                    reason = await answer.text()
+            except aiohttp.ClientError as error:
+                reason = str(error)
             await asyncio.sleep(0.05)
-        self._problems.append(f"not ready: {reason}")
+        if not stopped.is_set():
+            self._problems.append(f"not ready: {reason}")
         return False
 
     def _check(self, title: str, seen: _Seen, workers: list[SglangMock]) -> None:
