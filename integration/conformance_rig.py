@@ -31,6 +31,7 @@ class Steered:
         self.messages = 0
         self.drains = 0
         self.ends = 0
+        self.refills = 0
         self.fail_in: str | None = None
 
     def received(self, message: bytes) -> None:
@@ -50,6 +51,9 @@ class Steered:
         elif verb == "!burst":  # messages of 64 KiB
             for _ in range(int(argument)):
                 self.call.send(bytes(1 << 16))
+        elif verb == "!refill":  # a burst now and at every drain until so many were sent
+            self.refills = int(argument)
+            self._refill()
         elif verb == "!pause":
             self.call.pause()
         elif verb == "!fail":
@@ -59,9 +63,16 @@ class Steered:
         elif verb == "!size":
             self.call.send(bytes(int(argument)))
 
+    def _refill(self) -> None:
+        if self.refills:
+            self.refills -= 1
+            for _ in range(40):
+                self.call.send(bytes(1 << 16))
+
     def drained(self) -> None:
         self.drains += 1
         self.calls.changed.set()
+        self._refill()
         if self.fail_in == "drained":
             raise RuntimeError("told to fail in drained")
 

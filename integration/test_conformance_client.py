@@ -243,6 +243,18 @@ async def test_a_slow_reader_is_seen_and_its_recovery_is_told(server: Server, ca
         assert await call.read() == b"hello"
 
 
+async def test_a_queue_that_is_filled_again_when_drained_drains_again(server: Server, calls: Calls) -> None:
+    async with channel(server) as connection:
+        call, other = process(connection), process(connection)
+        await call.write(b"!refill 10")
+        await other.write(b"!refill 10")
+        async with asyncio.timeout(PATIENCE):
+            for reader in (call, other):
+                for _ in range(400):
+                    assert len(await reader.read()) == 1 << 16
+        await calls.until(lambda: [each.drains for each in calls.handlers] == [10, 10])
+
+
 async def test_a_handler_that_fails_in_drained_ends_its_call(server: Server, calls: Calls) -> None:
     async with channel(server) as connection:
         call = process(connection)

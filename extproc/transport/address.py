@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,18 @@ class SocketFile:
         with suppress(FileNotFoundError):
             if _identity(self.path) == self.identity:
                 Path(self.path).unlink()
+
+
+def keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel notice within half a minute that the other machine has vanished; a unix socket needs no such."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)  # seconds of silence before the first probe
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)  # ms that sent bytes may go unanswered
 
 
 def _identity(path: str) -> tuple[int, int]:

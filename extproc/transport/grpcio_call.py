@@ -106,9 +106,7 @@ class GrpcioCall:
             try:
                 message = await self._context.read()
             except grpc.aio.BaseError as error:
-                _log.debug("a call broke: %s", error)
-                self._finish(Status.INTERNAL, "the call broke")
-                self._notify_closed()
+                self._broke(error)
                 return
             if message is grpc.aio.EOF:
                 self._half_closed()
@@ -121,13 +119,22 @@ class GrpcioCall:
         while True:
             while self._outbox:
                 message = self._outbox.popleft()
-                await self._context.write(message)
+                try:
+                    await self._context.write(message)
+                except grpc.aio.BaseError as error:
+                    self._broke(error)
+                    return
                 self._queued -= len(message)
                 self._check_drained()
             if self._outcome.done():
                 return
             self._more.clear()
             await self._more.wait()
+
+    def _broke(self, error: grpc.aio.BaseError) -> None:
+        _log.debug("a call broke: %s", error)
+        self._finish(Status.INTERNAL, "the call broke")
+        self._notify_closed()
 
     def _half_closed(self) -> None:
         handler = self._handler

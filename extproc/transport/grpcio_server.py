@@ -54,6 +54,8 @@ class GrpcioProcessServer:
                 ("grpc.max_concurrent_streams", 1 << 20),
                 ("grpc.so_reuseport", 0),  # two servers on one port would share its connections without a word
                 ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_time_ms", 15_000),  # notice a machine that has vanished
+                ("grpc.keepalive_timeout_ms", 15_000),
             ]
         )
         server.add_generic_rpc_handlers((_Methods(method_table(process, self._health), self._calls),))

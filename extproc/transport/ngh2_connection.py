@@ -19,6 +19,7 @@ from ngh2 import (
     TrailersReceived,
 )
 
+from extproc.transport.address import keep_alive
 from extproc.transport.grpc_framing import Status, status_trailers
 from extproc.transport.http2 import Http2Protocol, configuration, settings
 from extproc.transport.methods import LOW_WATER
@@ -68,6 +69,7 @@ class ServerConnection(Http2Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello, then report for duty."""
         super().connection_made(transport)
+        keep_alive(transport)
         self._owner.joined(self)
 
     @property
@@ -205,8 +207,8 @@ class ServerConnection(Http2Protocol):
 
     def flushed(self) -> None:
         """See to what waits for output to leave."""
-        for call in [call for call in self._watched if call.drained_below(LOW_WATER)]:
-            self._watched.discard(call)
+        watched, self._watched = self._watched, set()  # a handler may fill its own or another's queue again at once
+        self._watched |= {call for call in watched if not call.drained_below(LOW_WATER)}
         for stream_id in [each for each in self._resets if not self.h2.queued_body_size(each)]:
             self._resets.discard(stream_id)
             self._reset(stream_id)
