@@ -80,10 +80,13 @@ class Record:
 
 
 class Recorder:
-    """The latest ``limit`` requests of one worker, oldest first."""
+    """The latest ``limit`` requests of one worker, oldest first; fewer when their bodies exceed ``byte_limit``."""
 
-    def __init__(self, limit: int) -> None:
-        self._records: deque[Record] = deque(maxlen=limit)
+    def __init__(self, limit: int, byte_limit: int = 256 << 20) -> None:
+        self._records: deque[Record] = deque()
+        self._limit = limit
+        self._byte_limit = byte_limit
+        self._bytes = 0  # of the bodies of those that have ended
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self.live = 0
 
@@ -98,6 +101,7 @@ class Recorder:
         if not record.target.startswith("/_mock/"):
             self._records.append(record)
         self.live += 1
+        self._forget(len(self._records) > self._limit)
         self.changed()
 
     def close(self, record: Record, outcome: Outcome) -> None:
@@ -107,12 +111,21 @@ class Recorder:
         record.ended = time.time()
         record.outcome = outcome
         self.live -= 1
+        self._bytes += len(record.body)
+        self._forget(self._bytes > self._byte_limit)
         self.changed()
+
+    def _forget(self, too_much: bool) -> None:  # noqa: FBT001
+        """Drop the oldest while there is too much: a load of large prompts would fill the memory."""
+        while too_much and self._records and self._records[0].ended is not None:
+            self._bytes -= len(self._records.popleft().body)
+            too_much = len(self._records) > self._limit or self._bytes > self._byte_limit
 
     def clear(self) -> None:
         """Forget the requests that have ended."""
         live = [record for record in self._records if record.ended is None]
         self._records.clear()
+        self._bytes = 0
         self._records.extend(live)
 
     def changed(self) -> None:
