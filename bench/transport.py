@@ -2,8 +2,10 @@
 
 The pattern is Envoy 1.40's for one small chat request, as recorded: the messages of request headers, of the body and
 of its end in a DATA frame each; two answers; the message of response headers; one answer; a reset, which is how Envoy
-ends the stream. ``memory`` feeds one connection's protocol object from an
-in-memory peer and times only the server's side: no sockets, no loop. ``socket`` runs a server on uvloop in a child
+ends the stream.
+
+``memory`` feeds one connection's protocol object from an in-memory peer and times only our side of it: no sockets, no
+loop. ``ngh2`` is the server's side of a request, ``egress`` a leg. ``socket`` runs a server on uvloop in a child
 process and reads that process's CPU time while an ngh2 client drives it over a unix socket.
 """
 
@@ -23,6 +25,8 @@ from typing import TYPE_CHECKING, Any, cast
 import ngh2
 import uvloop
 
+from extproc.transport.egress import EgressClient
+from extproc.transport.egress_connection import EgressConnection
 from extproc.transport.grpc_framing import frame
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.health import HealthStatuses
@@ -49,6 +53,26 @@ _REQUEST = (
     (b"content-type", b"application/grpc"),
     (b"x-envoy-internal", b"true"),
     (b"x-forwarded-for", b"127.0.0.1"),
+)
+_LEG = (
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":authority", b"localhost:30000"),
+    (b":path", b"/v1/chat/completions"),
+    (b"x-gateway-destination-endpoint", b"10.0.0.1:30000"),
+    (b"x-pd-cluster", b"prefill"),
+    (b"x-request-id", b"01234567-89ab-cdef-0123-456789abcdef"),
+    (b"user-agent", b"bench"),
+    (b"accept", b"*/*"),
+    (b"content-type", b"application/json"),
+    (b"content-length", b"2000"),
+)
+_LEG_ANSWER = (
+    (b":status", b"200"),
+    (b"content-type", b"application/json"),
+    (b"content-length", b"500"),
+    (b"date", b"Thu, 01 Jan 2026 00:00:00 GMT"),
+    (b"server", b"envoy"),
 )
 _UNLIMITED = (10**9, 10**9)
 _CLIENT = ngh2.Configuration(
@@ -91,6 +115,9 @@ class _FakeTransport:
 
     def close(self) -> None:
         pass
+
+    def get_extra_info(self, name: str) -> None:  # noqa: ARG002
+        return None
 
     def take(self) -> bytes:
         data = b"".join(self.written)
@@ -141,6 +168,58 @@ def _frames(client: ngh2.Connection, stream: int) -> bytes:
         client.send_data(stream, frame(message))
         output += client.data_to_send()
     return output
+
+
+class _Receiver:
+    """Takes an answer and forgets it."""
+
+    __slots__ = ()
+
+    def head(self, status: int, headers: object) -> None:
+        pass
+
+    def data(self, chunk: bytes) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+    def lost(self, reason: object, detail: str) -> None:
+        raise AssertionError(reason, detail)
+
+
+async def legs_in_memory(requests: int, concurrency: int) -> float:
+    """µs of the egress client's time per leg: a request of 2 KB, an answer of head, one chunk and end."""
+    egress = EgressClient("unused")
+    connection = EgressConnection(lambda _: None)
+    transport = _FakeTransport()
+    connection.connection_made(cast("Any", transport))
+    peer = ngh2.Connection(ngh2.Role.SERVER, _CLIENT)
+    peer.initiate_connection({3: 100_000, 4: 1 << 24})
+    peer.set_local_window_size(1 << 28)
+    spent = 0
+    peer.receive_data(transport.take())
+    connection.data_received(peer.data_to_send())
+    peer.receive_data(transport.take())
+    egress._usable.append(connection)
+    receiver, body = _Receiver(), bytes(2000)
+    for _ in range(requests // concurrency):
+        begin = time.thread_time_ns()
+        for _ in range(concurrency):
+            egress.send(_LEG, body, receiver)
+        connection._flush()
+        spent += time.thread_time_ns() - begin
+        peer.receive_data(transport.take())
+        for event in peer.events():
+            if isinstance(event, ngh2.RequestReceived):
+                peer.send_response(event.stream_id, _LEG_ANSWER)
+                peer.send_data(event.stream_id, bytes(500), end_stream=True)
+        answer = peer.data_to_send()
+        begin = time.thread_time_ns()
+        connection.data_received(answer)
+        spent += time.thread_time_ns() - begin
+    assert egress.open_legs == connection.open_legs == 0
+    return spent / 1000 / requests
 
 
 @dataclass(slots=True)
@@ -262,6 +341,9 @@ def main() -> None:
         if options.only in (None, "memory"):
             figures[f"memory ngh2 c={concurrency}"] = min(
                 asyncio.run(in_memory(options.requests, concurrency)) for _ in range(3)
+            )
+            figures[f"memory egress c={concurrency}"] = min(
+                asyncio.run(legs_in_memory(options.requests, concurrency)) for _ in range(3)
             )
         for kind in _SERVERS:
             if options.only in (None, kind):
