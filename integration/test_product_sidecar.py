@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from http_client import Client
-from processes import free_port, is_alive
+from processes import PATIENCE, free_port, is_alive
 
 from extproc.dataplane.process import EnvoyProcess
 from extproc.envoy_config import dataplane_config
@@ -50,7 +50,7 @@ class Apart:
 
     async def stop_sidecar(self) -> int:
         self._sidecar.send_signal(signal.SIGINT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             return await self._sidecar.wait()
 
     @property
@@ -59,7 +59,7 @@ class Apart:
 
     async def until(self, path: str, status: int) -> None:
         """Wait until ``path`` answers with ``status``."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 if (await self.client.get(path)).status == status:
                     return
@@ -153,7 +153,7 @@ async def test_an_envoy_that_is_started_anew(apart: Apart):
 
 async def _until_refused(apart: Apart) -> None:
     """Wait until the sidecar takes no new requests, which it says, or Envoy in its place."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while True:
             answer = await apart.client.post(PATH, CHAT)
             if answer.status != 200:
