@@ -3,6 +3,8 @@
 import pytest
 from fakes import Rig
 
+from extproc.transport.interface import Lost
+
 CHAT = {"model": "tiny", "messages": []}
 PATH = "/v1/chat/completions"
 
@@ -26,6 +28,7 @@ def test_before_anything_was_sent(rig):
     client = rig.open()
     client.close()
     rig.assert_nothing_is_left()
+    assert rig.records == []  # there is nothing to say of it
 
 
 def test_while_both_legs_are_silent(rig):
@@ -35,6 +38,18 @@ def test_while_both_legs_are_silent(rig):
     assert leg.cancelled
     assert rig.egress.aborts == [("prefill", leg.json["rid"]), ("decode", leg.json["rid"])]
     rig.assert_nothing_is_left()
+
+
+def test_an_abort_that_is_answered_or_lost_has_no_time_limit_any_more(rig):
+    client = rig.post(PATH, CHAT)
+    client.close()
+    answered, lost, *silent = rig.egress.open("/abort_request")
+    answered.answer()
+    lost.receiver.lost(Lost.RESET, "")
+    assert len([limit for limit in rig.clock.scheduled if not limit.cancelled]) == len(silent)
+    rig.clock.advance(10)
+    assert [leg.cancelled for leg in silent] == [True] * len(silent)
+    assert not answered.cancelled
 
 
 def test_after_the_prefill_while_the_decode_is_silent(rig):

@@ -10,7 +10,7 @@ from extproc.apis.table import Api
 from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
 from extproc.errors import GatewayError
-from extproc.exchange.clock import ABORT_SECONDS
+from extproc.exchange.clock import ABORT_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.handoff.handoff import Plan
@@ -146,8 +146,12 @@ class WholeAnswer:
         self._failed(loss_of(self._role, self._worker, reason, detail))
 
 
-class Ignored:
-    """Receives an answer that nobody waits for."""
+class AbortReceiver:
+    """Receives the answer to an abort: nobody waits for it, but with it the abort's time limit is over."""
+
+    __slots__ = ("limit",)
+
+    limit: Handle
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See LegReceiver."""
@@ -157,9 +161,11 @@ class Ignored:
 
     def done(self) -> None:
         """See LegReceiver."""
+        self.limit.cancel()
 
-    def lost(self, reason: Lost, detail: str) -> None:
+    def lost(self, reason: Lost, detail: str) -> None:  # noqa: ARG002 - LegReceiver's signature
         """See LegReceiver."""
+        self.limit.cancel()
 
 
 def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header], body: bytes) -> GatewayError:
@@ -215,8 +221,9 @@ def send_aborts(
     for path, body in gateway.handoff.aborts(plan):
         for worker in workers:
             headers = leg_headers(gateway, head, path, (worker,), request_id, len(body))
-            leg = gateway.egress.send(headers, body, Ignored())
-            gateway.clock.after(ABORT_SECONDS, leg.cancel)
+            receiver = AbortReceiver()
+            leg = gateway.egress.send(headers, body, receiver)
+            receiver.limit = gateway.clock.after(ABORT_SECONDS, leg.cancel)
 
 
 def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:

@@ -142,7 +142,8 @@ class Session:
         self._parts.clear()
         self._course = None  # it refers back to us: without the cycle both are freed at once, not by the collector
         self.gateway.leave(self)
-        self.gateway.observer.finished(self.record)
+        if self._head is not None or self._answered:  # else the client left before anything is known of its request
+            self.gateway.observer.finished(self.record)
 
     def _on_head(self, head: RequestHead) -> None:
         self._head = head
