@@ -28,9 +28,9 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ep_grpc
 
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.endpoints import Endpoint, Snapshot
-from extproc.dataplane.names import CLUSTER, DESTINATION, METADATA_NAMESPACE
 from extproc.dataplane.process import EnvoyProcess
+from extproc.names import CLUSTER, DESTINATION, METADATA_NAMESPACE
+from extproc.workers.endpoints import Endpoint, Snapshot
 
 CHUNK = 60_000
 OVERWRITE = 2  # HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD

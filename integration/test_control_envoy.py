@@ -15,10 +15,10 @@ import pytest_asyncio
 from extproc.control.api import ControlApi
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.endpoints import PREFILL_CLUSTER
 from extproc.dataplane.process import EnvoyProcess
 from extproc.mock import SglangMock
 from extproc.workers.client import WorkerClient
+from extproc.workers.endpoints import PREFILL_CLUSTER
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.registry import Registry

@@ -22,7 +22,7 @@ from dataplane_rig import (
     unreachable,
 )
 
-from extproc.dataplane.endpoints import Endpoint
+from extproc.workers.endpoints import Endpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from dataplane_rig import Rig, answer, make_certificates
 
 from extproc.dataplane.ads import AdsServer, EndpointsRejectedError
-from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.endpoints import Endpoint, Snapshot
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.endpoints import Endpoint, Snapshot
 from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Registry
 from extproc.workers.spec import WorkerSpec

@@ -16,7 +16,7 @@ from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
 
 from extproc.dataplane.ads import ENDPOINTS_TYPE, AdsServer, EndpointsRejectedError, EndpointsTimeoutError, assignment
-from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.endpoints import Endpoint, Snapshot
 
 BOTH = ("decode", "prefill")
 ONE = Snapshot(prefill=(Endpoint("10.0.0.1", 1, "p"),), decode=(Endpoint("10.0.0.2", 2, "d"),))

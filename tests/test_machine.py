@@ -28,10 +28,10 @@ HELD               PREFILL_FAILED    ENDED              drop_decode answer_error
 HELD               EXPIRED           ENDED              drop_prefill drop_decode answer_error
 HELD               CLOSED            OVER               drop_prefill drop_decode finish
 ANSWERING_PARALLEL PREFILL_DONE      ANSWERING
-ANSWERING_PARALLEL PREFILL_FAILED    ENDED              drop_decode answer_error
-ANSWERING_PARALLEL EXPIRED           ENDED              drop_prefill drop_decode answer_error
+ANSWERING_PARALLEL PREFILL_FAILED    CUT                answer_error
+ANSWERING_PARALLEL EXPIRED           CUT                drop_prefill answer_error
 ANSWERING_PARALLEL CLOSED            LINGERING          linger
-ANSWERING          EXPIRED           ENDED              drop_decode answer_error
+ANSWERING          EXPIRED           CUT                answer_error
 ANSWERING          CLOSED            OVER               finish
 LINGERING          PREFILL_DONE      OVER               finish
 LINGERING          PREFILL_FAILED    OVER               finish
@@ -42,6 +42,8 @@ ENDED              DECODE_HEAD_EARLY ENDED
 ENDED              DECODE_REFUSED    ENDED
 ENDED              EXPIRED           ENDED
 ENDED              CLOSED            OVER               finish
+CUT                EXPIRED           CUT
+CUT                CLOSED            OVER               drop_decode finish
 """
 CELLS = {
     (State[origin], Event[event]): (State[after], tuple(actions))
@@ -89,6 +91,12 @@ def test_no_way_answers_the_client_twice():
         assert actions.count("answer_error") <= 1
         assert actions.count("pass_head") <= 1
         assert actions.count("drop_prefill") <= 1
+
+
+def test_a_decode_whose_answer_flows_is_ended_only_once_the_client_is_cut_off():
+    for (origin, event), (_, actions) in RULES.items():
+        if origin in (State.ANSWERING, State.ANSWERING_PARALLEL, State.CUT) and event is not Event.CLOSED:
+            assert "drop_decode" not in actions
 
 
 def test_every_state_before_the_end_can_be_closed():

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from fleet import FakeEnvoy, add_ready, endpoint, eventually, spec, until
 
-from extproc.dataplane.endpoints import Endpoint, Snapshot
 from extproc.workers.addresses import EndpointTakenError
+from extproc.workers.endpoints import Endpoint, Snapshot
 from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Change, Registry, WorkerExistsError
 from extproc.workers.worker import Role, Status, Worker

@@ -10,8 +10,8 @@ from fleet import FakeEnvoy, eventually, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from extproc.dataplane.endpoints import Snapshot
 from extproc.workers.addresses import EndpointTakenError
+from extproc.workers.endpoints import Snapshot
 from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Registry, WorkerExistsError
 from extproc.workers.worker import Role, Status, Worker

@@ -21,8 +21,8 @@ import grpc  # type: ignore[import-untyped]
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
 
-from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Snapshot
 from extproc.transport.address import SocketFile, UnixAddress, claim_socket_file, parse_address
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Snapshot
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 _TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"

@@ -30,7 +30,7 @@ from extproc.dataplane.clusters import clusters
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.listeners import client_listener, egress_listener
 from extproc.dataplane.messages import any_of, seconds, socket_address
-from extproc.dataplane.names import ADS_CLUSTER
+from extproc.names import ADS_CLUSTER
 
 
 def bootstrap_yaml(config: DataplaneConfig) -> str:

@@ -60,10 +60,9 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.http2 import trusted_http2, trusted_http2_over_tcp
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, struct
-from extproc.dataplane.names import (
+from extproc.names import (
     ADS_CLUSTER,
     CONTROL_CLUSTER,
     DESTINATION,
@@ -71,6 +70,7 @@ from extproc.dataplane.names import (
     METADATA_NAMESPACE,
 )
 from extproc.transport.address import Address, UnixAddress, parse_address
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TCP_USER_TIMEOUT = 18  # of Linux, where Envoy runs; the Python that renders this need not

@@ -49,7 +49,8 @@ from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
 from extproc.dataplane.local_replies import client_replies, egress_replies
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, socket_address
-from extproc.dataplane.names import (
+from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
+from extproc.names import (
     CLIENT_LISTENER,
     DESTINATION,
     EGRESS_LISTENER,
@@ -57,7 +58,6 @@ from extproc.dataplane.names import (
     METADATA_NAMESPACE,
     OUR_PREFIX,
 )
-from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
 from extproc.transport.address import parse_address
 
 _EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users

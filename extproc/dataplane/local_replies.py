@@ -21,10 +21,10 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     ResponseMapper,
 )
 
-from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.messages import any_of, inline, set_header
-from extproc.dataplane.names import CONTROL_CLUSTER, ERROR_CODE, LOCAL_REPLY
 from extproc.errors import CATALOGUE, error_body
+from extproc.names import CONTROL_CLUSTER, ERROR_CODE, LOCAL_REPLY
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 
 _FROM_EXT_PROC_FILTER = "response.code_details.startsWith('ext_proc_error')"
 

@@ -21,7 +21,7 @@ from extproc.dataplane import child
 from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.names import CLIENT_LISTENER
+from extproc.names import CLIENT_LISTENER
 
 _log = logging.getLogger(__name__)
 _envoy_log = logging.getLogger("envoy")

@@ -17,17 +17,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOv
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.dataplane.messages import any_of, inline, seconds, set_header
-from extproc.dataplane.names import (
-    CLIENT_LISTENER,
-    CLUSTER,
-    CONTROL_CLUSTER,
-    EGRESS_LISTENER,
-    ERROR_CODE,
-    LOCAL_REPLY,
-    UPSTREAM,
-)
 from extproc.dataplane.paths import (
     CONTROL_PATHS,
     CONTROL_PREFIXES,
@@ -37,6 +27,16 @@ from extproc.dataplane.paths import (
     PREFILL_PATHS,
 )
 from extproc.errors import CATALOGUE, error_body
+from extproc.names import (
+    CLIENT_LISTENER,
+    CLUSTER,
+    CONTROL_CLUSTER,
+    EGRESS_LISTENER,
+    ERROR_CODE,
+    LOCAL_REPLY,
+    UPSTREAM,
+)
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 
 EXT_PROC_FILTER = "ext_proc"
 

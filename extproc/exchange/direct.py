@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
-from extproc.dataplane.names import ERROR_CODE, UPSTREAM
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.clock import HOLD_SECONDS, LINGER_SECONDS, Handle
@@ -17,6 +16,7 @@ from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_pa
 from extproc.exchange.machine import Event, Outside, State, rule_of
 from extproc.exchange.record import named, server_timing
 from extproc.handoff.handoff import Plan
+from extproc.names import ERROR_CODE, UPSTREAM
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
 from extproc.workers.worker import Role, Worker

@@ -7,14 +7,14 @@ from functools import lru_cache
 from typing import Final
 
 from extproc.apis.table import Api
-from extproc.dataplane.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
-from extproc.dataplane.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
 from extproc.errors import GatewayError
 from extproc.exchange.clock import ABORT_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.handoff.handoff import Plan
+from extproc.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
 from extproc.transport.interface import Header, Lost
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.workers.worker import Role, Worker
 
 BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on

@@ -12,6 +12,7 @@ and raises :class:`IllegalTransitionError`. The machine has no sockets and no cl
                           ├──decode head, early──► HELD ──prefill done──► ANSWERING
                           │                          └──held long enough──► ANSWERING_PARALLEL
                           └──prefill failed, expired──► ENDED ──closed──► OVER
+    ANSWERING, ANSWERING_PARALLEL ──prefill failed, expired──► CUT ──closed──► OVER
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class State(IntEnum):
     ANSWERING = auto()  # the decode's answer flows to the client
     LINGERING = auto()  # the decode's answer ended; the prefill gets a moment to end by itself
     ENDED = auto()  # we answered the client ourselves; waiting for Envoy to close
+    CUT = auto()  # Envoy was told to cut the decode's answer; waiting for it to close
     OVER = auto()  # nothing is held any more
 
 
@@ -117,12 +119,14 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.HELD, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
     (_S.HELD, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
     (_S.ANSWERING_PARALLEL, _E.PREFILL_DONE): (_S.ANSWERING, ()),
-    (_S.ANSWERING_PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
-    (_S.ANSWERING_PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
+    # A decode that is ended while it answers closes its answer in good order (SGLang: finish reason "abort"): it may be
+    # told only when the client can no longer get to see that.
+    (_S.ANSWERING_PARALLEL, _E.PREFILL_FAILED): (_S.CUT, ("answer_error",)),
+    (_S.ANSWERING_PARALLEL, _E.EXPIRED): (_S.CUT, ("drop_prefill", "answer_error")),
     # The stream's end alone does not tell a finished answer from a client that left: a prefill that is about to answer
     # is let do so, or each short generation would cost the worker a broken connection.
     (_S.ANSWERING_PARALLEL, _E.CLOSED): (_S.LINGERING, ("linger",)),
-    (_S.ANSWERING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "answer_error")),
+    (_S.ANSWERING, _E.EXPIRED): (_S.CUT, ("answer_error",)),
     (_S.ANSWERING, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.LINGERING, _E.PREFILL_DONE): (_S.OVER, ("finish",)),
     (_S.LINGERING, _E.PREFILL_FAILED): (_S.OVER, ("finish",)),
@@ -134,6 +138,8 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.ENDED, _E.DECODE_REFUSED): (_S.ENDED, ()),
     (_S.ENDED, _E.EXPIRED): (_S.ENDED, ()),
     (_S.ENDED, _E.CLOSED): (_S.OVER, ("finish",)),
+    (_S.CUT, _E.EXPIRED): (_S.CUT, ()),
+    (_S.CUT, _E.CLOSED): (_S.OVER, ("drop_decode", "finish")),
 }
 # The same, indexed by two small integers: a tuple look-up costs a third of a dict look-up by a pair of enums.
 _ROWS: Final = tuple(tuple(RULES.get((state, event)) for event in Event) for state in State)

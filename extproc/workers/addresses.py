@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from extproc.dataplane.endpoints import Endpoint, Snapshot
+from extproc.workers.endpoints import Endpoint, Snapshot
 from extproc.workers.publication import Publish, Publisher
 from extproc.workers.worker import Role, Worker
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from extproc.dataplane.endpoints import Snapshot
+from extproc.workers.endpoints import Snapshot
 
 Publish = Callable[[Snapshot], Awaitable[None]]
 
