@@ -154,7 +154,10 @@ async def test_a_stream_that_flows_is_cut_when_the_prefill_breaks(product: Produ
     assert received.startswith(b"data: ")
     assert b"[DONE]" not in received
     await _is_over(product)
-    assert heard - product.legs[0].ended < PROMPT
+    prefill, decode = product.legs
+    assert heard - prefill.ended < PROMPT
+    # ended by its connection: one that is ended by name tells the client a proper end
+    assert decode.outcome is Outcome.CLIENT_CLOSED
 
 
 async def test_an_http1_client_sees_its_connection_end(product: Product):

@@ -43,6 +43,7 @@ async def test_requests_that_take_too_long(product: Product):
     for mock in product.mocks:
         await mock.idle()
         assert max(leg.ended for leg in mock.legs) - max(answer.ended for answer in answers) < PROMPT
+    await product.settled()
     assert {record.code for record in product.records.all} == {"request_timeout"}
 
 
@@ -65,6 +66,7 @@ async def test_answers_that_take_too_long(product: Product):
     answer = await relayed.whole()
     assert '"request_timeout"' in answer.events[-2]
     await product.decode.idle()
+    assert '"abort"' not in direct.reply.body.decode() + answer.body.decode()
 
 
 async def test_an_upload_that_takes_too_long(product: Product):
