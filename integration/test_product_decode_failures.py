@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import CutError, Reply
-from product import PROMPT, Product, names_of
+from product import PROMPT, Product, names_of, soon
 
 from extproc.mock import Fault, Outcome, Point
 
@@ -276,3 +276,49 @@ async def _prefills_end(product: Product, answer: Reply) -> None:
 
 async def _refusals(product: Product) -> int:
     return await product.envoy.admin.gauge("cluster.decode.upstream_cx_connect_fail")
+
+
+# -- one prefill worker alone -----------------------------------------------------------------------------------------
+
+ALONE = ("/v1/messages/count_tokens", CHAT)
+
+
+async def test_another_prefill_worker_takes_over_what_one_answers_alone(product: Product):
+    dead, alive = product.prefills
+    await dead.refuse()
+    for _ in range(2):
+        answer = await product.post(*ALONE)
+        assert answer.status == 200
+        assert answer.header("x-pd-prefill") == alive.url
+    assert len(alive.legs) == 2
+    await alive.refuse()
+    answer = await product.post(*ALONE)
+    assert (answer.status, answer.code, answer.header("retry-after")) == (503, "prefill_unreachable", "1")
+
+
+async def test_what_a_prefill_worker_says_alone_reaches_the_client_unchanged(product: Product):
+    for mock in product.prefills:
+        mock.fail(SAID["429"])
+    answer = await product.post(*ALONE)
+    assert (answer.status, answer.code, answer.body.decode()) == (429, None, JSON_ERROR)
+    assert (answer.header("retry-after"), answer.header("x-ratelimit-limit")) == ("13", "5")
+
+
+async def test_a_prefill_worker_alone_that_breaks(product: Product):
+    for mock in product.prefills:
+        mock.fail(Fault(status=200, drop=Point.BEFORE_HEAD))
+    answer = await product.post(*ALONE)
+    assert (answer.status, answer.code) == (502, "prefill_connection_lost")
+    assert sum(len(mock.legs) for mock in product.prefills) == 1
+
+
+async def test_a_client_leaves_a_prefill_worker_alone(product: Product):
+    for mock in product.prefills:
+        mock.fail(Fault(status=200, hang=Point.BEFORE_HEAD))
+    exchange = await product.client.open(*ALONE)
+    await soon(lambda: any(leg.received for mock in product.prefills for leg in mock.legs), "it never came")
+    left = exchange.close()
+    for mock in product.prefills:
+        await mock.idle()
+    (leg,) = [leg for mock in product.prefills for leg in mock.legs]
+    assert leg.ended - left < PROMPT
