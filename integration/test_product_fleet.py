@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from http2_client import Http2Client
 from http_client import Reply
 from product import PROMPT, Product, soon
 
@@ -266,17 +267,17 @@ async def test_a_prefill_that_dies_at_work(product: Product, n, stream):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_decode_that_dies_in_its_answer(product: Product, n):
+async def test_a_decode_that_dies_in_its_answer(product: Product, http2: Http2Client, n):
     async with fleet(product, "dying") as workers:
         (decode,) = workers.decodes
         decode.fail(Fault(delay_token=0.02, tokens=500))
-        exchange = await product.client.open(PATH, chat("dying", n=n, stream=True))
-        await exchange.until(b"data: ")
+        stream = http2.post(PATH, chat("dying", n=n, stream=True))
+        await stream.until(b"data: ")
         decode.crash()
         if n == 1:
-            assert b"[DONE]" not in await exchange.cut()
+            assert b"[DONE]" not in await stream.cut()
         else:
-            assert '"decode_connection_lost"' in (await exchange.whole()).events[-2]
+            assert '"decode_connection_lost"' in (await stream.whole()).events[-2]
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "whole samples": ("/v1/chat/completions", {**CHAT, "n": 2}),
 }
 NEEDS_PREFILL = "logprobs"
-PACE = 0.05
+PACE = 0.03
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
