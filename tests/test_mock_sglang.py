@@ -12,6 +12,7 @@ import pytest
 
 from extproc.mock import Fault, Outcome, SglangMock
 from extproc.mock.sglang.engine import FAKE_HOST, LARGEST_ROOM
+from extproc.mock.sglang.rendezvous import TransferError
 from tests.mock_client import Answer, Call, ask, dialling
 
 CHAT = "/v1/chat/completions"
@@ -413,6 +414,17 @@ async def _connected(pair: Pair) -> None:
     """Wait until the decode's leg has arrived in a room of the prefill."""
     async with asyncio.timeout(5):
         while not any(room.decode for room in pair.prefill.engine.bootstrap.rooms.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_dead_decode_connects_to_nobody(pair: Pair) -> None:
+    await pair.both(CHAT, REQUESTS[CHAT])
+    assert len(pair.prefill.engine.bootstrap.peers) == 1
+    pair.decode.crash()
+    with pytest.raises(TransferError):  # a leg of a batch may ask after the end, before it is told of it
+        await pair.decode.engine.prefills.peer(("127.0.0.1", pair.prefill.bootstrap_port))
+    async with asyncio.timeout(5):
+        while pair.prefill.engine.bootstrap.peers:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

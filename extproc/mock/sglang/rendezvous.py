@@ -248,9 +248,12 @@ class Prefills:
         self._death_delay = death_delay
         self._connect_patience = connect_patience
         self._peers: dict[tuple[str, int], asyncio.Task[PrefillPeer]] = {}
+        self._over = False  # this process is dead, although some of its tasks may not have heard of it
 
     async def peer(self, address: tuple[str, int]) -> PrefillPeer:
         """The connection to ``address``; raises UnreachableError when nobody has listened there for too long."""
+        if self._over:
+            raise UnreachableError(ABORTED)
         task = self._peers.get(address)
         if task is None:
             task = self._peers[address] = asyncio.get_running_loop().create_task(self._connect(address))
@@ -265,7 +268,8 @@ class Prefills:
             peer.waiting.clear()
 
     def kill(self) -> list[asyncio.Task[PrefillPeer]]:
-        """Break every connection; returns the tasks that made them."""
+        """Break every connection, and make no more; returns the tasks that made them."""
+        self._over = True
         tasks, self._peers = list(self._peers.values()), {}
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
