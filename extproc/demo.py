@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Show; returns 0 when everything was as it should be, else 1."""
+    if not 0 <= namespace.port <= 65535:
+        print(f"pd-extproc demo: error: --port {namespace.port}: Port must be between 1 and 65535", file=sys.stderr)
+        return 2
     return uvloop.run(_Demo(namespace.port, once=namespace.once).run())
 
 

@@ -156,7 +156,11 @@ class Service:
         stack.push_async_callback(self._ads.stop)
         await self._control.start()
         stack.push_async_callback(self._control.stop)
-        await self._metrics.start()
+        try:
+            await self._metrics.start()
+        except OSError as error:
+            where = f"{settings.prometheus_host}:{settings.prometheus_port}"
+            raise OSError(error.errno, f"metrics cannot be served on {where} (--prometheus-port)") from None
         stack.push_async_callback(self._metrics.stop)
         await self._server.start(settings.extproc_address, self._session)
         stack.push_async_callback(self._server.drain, 0)
@@ -173,6 +177,8 @@ class Service:
             self.registry.add(_spec(settings, worker.url, Role.PREFILL, worker.bootstrap_port))
         for url in settings.decode:
             self.registry.add(_spec(settings, url, Role.DECODE))
+        if not len(self.registry):
+            _log.info("no workers yet: register them with POST /workers")
         self._monitor.start()
         stack.push_async_callback(self._monitor.stop)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
@@ -272,7 +278,11 @@ def run(settings: Settings) -> int:
 
 
 async def _run(settings: Settings) -> int:
-    service = Service(settings)
+    try:
+        service = Service(settings)
+    except (OSError, ssl.SSLError) as error:
+        _log.error("cannot start: --worker-ca-file %s: %s", settings.worker_ca_file, error)
+        return 1
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, lambda: service.stop(settle=True))
     loop.add_signal_handler(signal.SIGINT, service.stop)

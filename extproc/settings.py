@@ -29,13 +29,13 @@ from extproc.values import (
     GrpcTransport,
     HeaderNames,
     IpAddress,
+    Key,
     Mode,
     Policy,
     PolicyName,
     Port,
     PrefillWorker,
     PrefillWorkers,
-    Text,
     UnixAddressText,
     UrlPath,
     WorkerUrls,
@@ -135,7 +135,7 @@ class Settings(BaseModel):
         Group.CLIENTS, "IP address that Envoy listens on", "ADDRESS")] = "0.0.0.0"  # noqa: S104 - a gateway's job
     port: Annotated[Port, Option(
         Group.CLIENTS, "port that Envoy listens on; 0: any free one", "PORT")] = 30000
-    api_key: Annotated[Text | None, Option(
+    api_key: Annotated[Key | None, Option(
         Group.CLIENTS, "bearer key that clients must present", "KEY", "none")] = Field(default=None, repr=False)
     max_payload_size: Annotated[Count, Option(
         Group.CLIENTS, "largest request body", "BYTES")] = 536870912

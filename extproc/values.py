@@ -185,6 +185,13 @@ def _not_empty(text: str) -> str:
     return text
 
 
+def _header_text(text: str) -> str:
+    """What can stand in a header. A key that was read from a file often ends in a newline."""
+    if not text.isascii() or not text.isprintable():
+        raise ValueError("Must be visible ASCII characters (no newline at the end)")
+    return _not_empty(text)
+
+
 def _absolute(path: Path) -> Path:
     if not path.parts:
         raise ValueError("Must not be empty")
@@ -195,7 +202,7 @@ Port = Annotated[int, AfterValidator(_listening_port)]
 Count = Annotated[int, AfterValidator(_at_least_one)]
 Duration = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive)]  # seconds
 Grace = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_negative)]  # seconds, may be none
-Text = Annotated[str, AfterValidator(_not_empty)]
+Key = Annotated[str, AfterValidator(_header_text)]
 File = Annotated[Path, AfterValidator(_absolute)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 AddressText = Annotated[str, AfterValidator(_address)]

@@ -113,6 +113,7 @@ def test_an_edit_reaches_every_occurrence_of_a_duplicated_key():
         b'{"a":"\xff"}',
         b'{"a":"\\x"}',
         b"\xef\xbb\xbf{}",
+        b"{" + b",".join(b'"k%d":0' % i for i in range(1001)) + b"}",
         b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )

@@ -34,6 +34,8 @@ def test_what_a_url_says(text, name, host, port):
         ("http://", "URL must have a valid host"),
         ("http://:8000", "URL must have a valid host"),
         ("http://a b:8000", "URL must have a valid host"),
+        ("http://a\0b:8000", "URL must have a valid host"),
+        ("http://a,b:8000", "URL must have a valid host"),
         ("http://[::1:8000", "URL must have a valid host"),
         ("http://prefill:port", "URL must have a valid host"),
         ("http://prefill:99999", "URL must have a valid host"),

@@ -20,6 +20,7 @@ from extproc.errors import GatewayError
 
 _SLICES: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_MOST_MEMBERS: Final = 1000  # at the top level; no API has a tenth of that, and each costs time that others wait
 _WS: Final = rb"[ \t\n\r]*"
 _STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 _OPEN: Final = re.compile(_WS + rb"\{")
@@ -55,6 +56,8 @@ class JsonObject:
             raise GatewayError("invalid_json", "JSON syntax error: nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GatewayError("invalid_json", f"JSON syntax error: {error}") from None
+        if len(self._values) > _MOST_MEMBERS:
+            raise GatewayError("invalid_json", f"the request body has more than {_MOST_MEMBERS} members")
         self.raw = raw
         self._known_spans: list[tuple[int, int, int]] | None = None
 

@@ -34,6 +34,8 @@ class WorkerRoutes:
     async def _add(self, request: web.Request) -> web.Response:
         try:
             worker = self._registry.add(parse_worker_spec(await request.read()))
+        except ConnectionResetError:
+            return worker_fault(400, "BAD_REQUEST", "the request was not sent completely")  # to nobody: the client left
         except SpecError as error:
             return worker_fault(400, "BAD_REQUEST", str(error))
         except WorkerExistsError as error:

@@ -73,7 +73,7 @@ class _Body(_Strict):
     labels: dict[str, str] = Field(default_factory=dict)
     priority: Annotated[int, Field(ge=0, le=2**32 - 1)] = 50
     cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    api_key: Annotated[str, Field(min_length=1)] | None = None
+    api_key: Annotated[str, Field(pattern=r"^[\x20-\x7e]+$")] | None = None
     bootstrap_port: _Port | None = None
     max_connection_attempts: _Positive | None = None
     health: _Health = Field(default_factory=_Health)

@@ -246,8 +246,11 @@ class Registry:
 
     def _set_status(self, record: _Record, status: Status, reason: str) -> None:
         worker = record.worker
+        news = reason and reason != worker.reason
         worker.reason = reason
         if worker.status is status:
+            if news and status is Status.PENDING:  # a mistyped port must not show in /workers only
+                _logger.warning("worker is not usable yet", extra=_named(worker) | {"reason": reason})
             return
         before, worker.status, record.changed = worker.status, status, time.time()
         record.joined |= status is Status.READY

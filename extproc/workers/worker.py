@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +21,7 @@ def is_ip_address(host: str) -> bool:
     return True
 
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _SCHEMES = ("http", "https", "grpc", "grpcs", "ipc")
 
@@ -68,7 +70,7 @@ class WorkerUrl:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise InvalidUrlError(text, f"URL must have a valid host ({error})") from None
-        if not host or any(c.isspace() for c in host):
+        if not host or not (_HOST_NAME.fullmatch(host) or is_ip_address(host)):
             raise InvalidUrlError(text, "URL must have a valid host")
         if parts.scheme not in _DEFAULT_PORTS:
             raise InvalidUrlError(text, f"{parts.scheme}:// workers are not served yet; use http:// or https://")
