@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from extproc.mock import Fault, Outcome, Point, Rule, SglangMock
+from extproc.mock.connection import Connection
 from tests.mock_client import Answer, Call, ask, dialling
 
 CHAT = "/v1/chat/completions"
@@ -204,6 +205,16 @@ async def test_stop_breaks_what_outlives_the_grace(dial: Dial, mock: SglangMock)
     await mock.stop(grace=0.05)
     assert await call.ended() == b""
     assert mock.legs[0].outcome is Outcome.STOPPED
+
+
+async def test_a_dead_worker_accepts_nobody_who_waited_for_it(mock: SglangMock) -> None:
+    mock.crash()
+    ours, theirs = socket.socketpair()
+    await asyncio.get_running_loop().create_connection(lambda: Connection(mock._server), sock=theirs)
+    reader, writer = await asyncio.open_connection(sock=ours)
+    assert await reader.read() == b""
+    writer.close()
+    assert not mock._server.connections
 
 
 async def test_a_crash_breaks_everything_and_frees_the_port(dial: Dial, mock: SglangMock) -> None:

@@ -46,6 +46,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer has connected."""
         self._transport = cast("Transport", transport)
+        if self._server.ending is not None:  # the listener is closed, but this one was already waiting to be accepted
+            self._closing = True
+            self._transport.abort()
+            return
         self.idle_since = self._server.loop.time()
         self._server.connections.add(self)
 
