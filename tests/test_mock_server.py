@@ -212,7 +212,8 @@ async def test_a_dead_worker_accepts_nobody_who_waited_for_it(mock: SglangMock) 
     ours, theirs = socket.socketpair()
     await asyncio.get_running_loop().create_connection(lambda: Connection(mock._server), sock=theirs)
     reader, writer = await asyncio.open_connection(sock=ours)
-    assert await reader.read() == b""
+    async with asyncio.timeout(5):
+        assert await reader.read() == b""
     writer.close()
     assert not mock._server.connections
 
