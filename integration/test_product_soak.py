@@ -33,12 +33,12 @@ pytestmark = pytest.mark.soak
 VISITORS = 40
 WARM_UP = 200
 CALM = 100  # requests after each storm: everybody is back and serves
-MEMORY_MIB = 32  # on top in the second storm; bodies under way alone move it by a third of that, a leaked body each by 80
+MEMORY_MIB = 32  # on top in the second storm; bodies under way move it by a third of that, leaked ones by 80
 
 
 @pytest.mark.parametrize(("transport", "storms", "requests"), [("ngh2", 2, 1300), ("grpcio", 1, 400)])
 async def test_soak(transport: str, storms: int, requests: int, caplog: pytest.LogCaptureFixture) -> None:
-    seed = int(os.environ.get("SOAK_SEED", 1))
+    seed = int(os.environ.get("SOAK_SEED", "1"))
     requests = int(os.environ.get("SOAK_REQUESTS", requests))
     print(f"\nSOAK_SEED={seed}")
     caplog.set_level(logging.ERROR)  # what is kept
