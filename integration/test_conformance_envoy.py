@@ -16,8 +16,6 @@ from conformance_rig import PATIENCE, SERVERS, Server
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 from transport_rig import TransportEnvoy, Worker
 
-from extproc.transport.ngh2_server import Ngh2ProcessServer
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
