@@ -33,7 +33,7 @@ pytestmark = pytest.mark.soak
 VISITORS = 40
 WARM_UP = 200
 CALM = 100  # requests after each storm: everybody is back and serves
-MEMORY_MIB = 32  # on top in the second storm; seen: -1 to 8, after 12000 requests, too; leaked bodies move it by 80
+MEMORY_MIB = 16  # on top in the second storm; seen: -1 to 8, after 12000 requests, too; leaked bodies move it by 80
 
 
 @pytest.mark.parametrize(("transport", "storms", "requests"), [("ngh2", 2, 1300), ("grpcio", 1, 400)])
