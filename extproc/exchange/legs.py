@@ -17,7 +17,7 @@ from extproc.transport.interface import Header, Lost
 from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.workers.worker import Role, Worker
 
-BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
+_BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
@@ -127,7 +127,7 @@ class WholeAnswer:
 
     def data(self, chunk: bytes) -> None:
         """See LegReceiver."""
-        if self._keep or self._size < BODY_LIMIT:
+        if self._keep or self._size < _BODY_LIMIT:
             self._parts.append(chunk)
             self._size += len(chunk)
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
+from extproc.names import DESTINATION, METADATA_NAMESPACE, UPSTREAM
+
 _OVERWRITE: Final = b"\x18\x02"  # HeaderValueOption.append_action = OVERWRITE_IF_EXISTS_OR_ADD
 BODY_CHUNK: Final = 1 << 16  # streamed replies leave in pieces of at most this size, well below gRPC's 4 MB default
-
-
 _ONE_BYTE: Final = tuple(bytes((value,)) for value in range(0x80))
 
 
@@ -54,15 +54,15 @@ def remove_header(name: bytes) -> bytes:
 
 
 # The route adds it to every answer, also to ours, for us to know who answered.
-REMOVE_UPSTREAM: Final = remove_header(b"x-pd-upstream")
+REMOVE_UPSTREAM: Final = remove_header(UPSTREAM.encode())
 
 
 @lru_cache(4096)  # there are few orders of few workers
 def destination_metadata(addresses: str) -> bytes:
     """The ``dynamic_metadata`` field that names the hosts Envoy may use: ``ip:port,...`` in order of preference."""
     value = field(3, addresses.encode())  # Value.string_value
-    inner = field(1, field(1, b"x-gateway-destination-endpoint") + field(2, value))  # Struct.fields entry
-    outer = field(1, field(1, b"envoy.lb") + field(2, field(5, inner)))  # Value.struct_value
+    inner = field(1, field(1, DESTINATION.encode()) + field(2, value))  # Struct.fields entry
+    outer = field(1, field(1, METADATA_NAMESPACE.encode()) + field(2, field(5, inner)))  # Value.struct_value
     return field(8, outer)
 
 
