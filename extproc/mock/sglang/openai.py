@@ -48,17 +48,23 @@ def content_text(content: Any) -> str:
     return orjson.dumps(content).decode()
 
 
-class ChatApi(Api):
+class _OpenAiApi(Api):
+    """What both endpoints keep of a request."""
+
+    def __init__(self, mode: Mode, options: bodies.StreamOptions | None) -> None:
+        super().__init__(mode)
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._created = int(time.time())
+        self._told: dict[int, int] = {}
+
+
+class ChatApi(_OpenAiApi):
     """``POST /v1/chat/completions``."""
 
     def __init__(self, body: bodies.Chat, mode: Mode) -> None:
-        super().__init__(mode)
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        super().__init__(mode, body.stream_options)
         self._body = body
-        self._created = int(time.time())
-        self._told: dict[int, int] = {}
         self._over: list[Sequence] = []
 
     @property
@@ -176,17 +182,12 @@ def _token(token: int, value: float) -> dict[str, Any]:
     return {"token": word(token), "bytes": list(word(token).encode()), "logprob": value}
 
 
-class CompletionApi(Api):
+class CompletionApi(_OpenAiApi):
     """``POST /v1/completions``."""
 
     def __init__(self, body: bodies.Completion, mode: Mode) -> None:
-        super().__init__(mode)
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        super().__init__(mode, body.stream_options)
         self._body = body
-        self._created = int(time.time())
-        self._told: dict[int, int] = {}
 
     @property
     def stream(self) -> bool:
