@@ -130,9 +130,7 @@ class _Demo:
                 return
             self._page.invitation(url, service.metrics_port)
             logs.configure(LogLevel.INFO)
-            await asyncio.wait(
-                {asyncio.create_task(stopped.wait()), serving}, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({asyncio.create_task(stopped.wait()), serving}, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ready(
         self, service: Service, serving: asyncio.Task[int], client: aiohttp.ClientSession, stopped: asyncio.Event

@@ -184,9 +184,7 @@ class Service:
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         if settings.api_key is None and not ipaddress.ip_address(settings.host).is_loopback:
-            _log.warning(
-                "no --api-key: whoever reaches %s can register workers and send requests", settings.host
-            )
+            _log.warning("no --api-key: whoever reaches %s can register workers and send requests", settings.host)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
 

@@ -34,9 +34,7 @@ class FakeFleet:
         self.workers = list(workers)
 
     def usable(self, role, model):
-        return tuple(
-            w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids)
-        )
+        return tuple(w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids))
 
     def __len__(self):
         return len(self.workers)
@@ -134,9 +132,7 @@ class FakeEgress:
 
     def aborts_at(self, endpoint):
         """The rids aborted on one worker."""
-        return [
-            leg.json["rid"] for leg in self.legs if leg.path == "/abort_request" and leg.destination == endpoint
-        ]
+        return [leg.json["rid"] for leg in self.legs if leg.path == "/abort_request" and leg.destination == endpoint]
 
 
 class FakeClock:

@@ -153,9 +153,7 @@ class DirectCourse:
         assert plan is not None
         session = self._session
         gateway = session.gateway
-        headers = leg_headers(
-            gateway, self._head, self._path, (prefill,), session.record.request_id, len(plan.prefill)
-        )
+        headers = leg_headers(gateway, self._head, self._path, (prefill,), session.record.request_id, len(plan.prefill))
         answer = WholeAnswer(
             Role.PREFILL, prefill, self._prefill_done, self._prefill_failed, is_failure=gateway.handoff.failed
         )

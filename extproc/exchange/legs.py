@@ -211,9 +211,7 @@ def refused_before(workers: Sequence[Worker], served: Worker | None) -> Sequence
     return workers if served is None else workers[: workers.index(served)]
 
 
-def send_aborts(
-    gateway: Gateway, head: RequestHead, workers: Sequence[Worker], plan: Plan, request_id: bytes
-) -> None:
+def send_aborts(gateway: Gateway, head: RequestHead, workers: Sequence[Worker], plan: Plan, request_id: bytes) -> None:
     """Ask ``workers`` to end the legs of ``plan`` at once; closing their connections alone may take seconds to notice.
 
     A worker that does not have them ignores it.
