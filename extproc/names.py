@@ -22,6 +22,9 @@ LOCAL_REPLY: Final = "x-pd-local-reply"
 # Response header on every error the gateway made: a code of extproc.errors.CATALOGUE. Never a worker's.
 ERROR_CODE: Final = "x-pd-error-code"
 
+# Where a client's own request id is looked for unless the settings say otherwise; the first one present counts.
+REQUEST_ID_HEADERS: Final = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+
 # Clients may not send headers with this prefix.
 OUR_PREFIX: Final = "x-pd-"
 

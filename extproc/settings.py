@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from extproc.logs import LogLevel
+from extproc.names import REQUEST_ID_HEADERS
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     AddressText,
@@ -143,7 +144,7 @@ class Settings(BaseModel):
         Group.CLIENTS, "longest time one request may take", "SECONDS")] = 1800
     request_id_headers: Annotated[HeaderNames, Option(
         Group.CLIENTS, "request id from", "NAME")
-    ] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+    ] = REQUEST_ID_HEADERS
     response_headers: Annotated[bool, Option(
         Group.CLIENTS, "tell clients prefill, decode and handoff (x-pd-*, server-timing)")] = True
     trust_client_control_fields: Annotated[bool, Option(

@@ -11,6 +11,7 @@ from extproc.errors import GatewayError
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
 from extproc.exchange.record import Observer
 from extproc.handoff.handoff import Handoff
+from extproc.names import REQUEST_ID_HEADERS
 from extproc.policies.placement import Placer
 from extproc.transport.interface import Egress
 from extproc.workers.worker import Worker
@@ -24,7 +25,7 @@ class GatewayConfig:
 
     request_timeout: float = 1800.0
     max_payload_bytes: int = 512 * 1024 * 1024
-    request_id_headers: tuple[str, ...] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+    request_id_headers: tuple[str, ...] = REQUEST_ID_HEADERS
     api_key: str | None = field(default=None, repr=False)
     response_headers: bool = True  # x-pd-prefill, x-pd-decode, x-pd-handoff, server-timing
     trust_client: bool = False  # leave control fields in clients' bodies
