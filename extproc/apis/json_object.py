@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
@@ -29,6 +29,21 @@ _CLOSE: Final = re.compile(_WS + rb"\}" + _WS + rb"\Z")
 _SCALAR: Final = re.compile(_STRING + rb"|[^\s,\[\]{}\"]+", re.DOTALL)
 # Everything up to the next bracket that is not inside a string.
 _TO_BRACKET: Final = re.compile(rb'[^"\[\]{}]*(?:' + _STRING + rb'[^"\[\]{}]*)*', re.DOTALL)
+
+
+class Edits(NamedTuple):
+    """What to change of a body's top level.
+
+    Attributes:
+        put: raw JSON values by key; a key that exists keeps its place.
+        drop: keys to remove, where they exist; none of them is in ``put``.
+    """
+
+    put: Mapping[str, bytes] = {}
+    drop: Collection[str] = ()
+
+
+NO_EDITS: Final = Edits()
 
 
 class JsonObject:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from extproc.errors import InvalidUrlError
@@ -46,6 +47,24 @@ class Status(Enum):
     NOT_READY = "not_ready"
     FAILED = "failed"
     DRAINING = "draining"
+
+
+UNKNOWN: Final = "?"  # a part of a pairing key that nobody has said
+NIXL: Final = "NixlConnector"
+MOONCAKE: Final = "MooncakeConnector"
+_TRANSPORTS: Final = {NIXL: "nixl", MOONCAKE: "mooncake"}
+
+
+class KvEngine(NamedTuple):
+    """One engine core of a worker, as the other side of a KV transfer must name it.
+
+    Attributes:
+        rank: its data-parallel rank.
+        id: its ``engine_id``.
+    """
+
+    rank: int
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +129,11 @@ class Worker:
     cost: float = 1.0
     labels: dict[str, str] = field(default_factory=dict)
     runtime: str = "sglang"
+    # vLLM: the KV connector that moves the cache (a MultiConnector's one child that does), empty while nobody has said;
+    # its role; and, for Mooncake, the engine cores that a decode must be told of, in order of their ranks.
+    kv_connector: str = ""
+    kv_role: str = ""
+    kv_engines: tuple[KvEngine, ...] = ()
     status: Status = Status.PENDING
     # "ip:port" under which Envoy knows the worker, IPv6 in brackets; None until the host name is resolved and Envoy
     # has acknowledged an endpoint list that contains it.
@@ -127,3 +151,8 @@ class Worker:
     def usable(self) -> bool:
         """May be given a request now."""
         return self.status is Status.READY and self.endpoint is not None
+
+    @property
+    def transport(self) -> str:
+        """How the worker moves KV cache: ``nixl``, ``mooncake``, another connector's name, or ``?``."""
+        return _TRANSPORTS.get(self.kv_connector, self.kv_connector) or UNKNOWN
