@@ -25,7 +25,7 @@ from extproc.logs import LogLevel
 from extproc.mock.recorder import Record
 from extproc.mock.sglang.worker import SglangMock
 from extproc.service import Service, startable
-from extproc.settings import PrefillWorker, Settings
+from extproc.settings import GivenWorker, Settings
 from extproc.workers.worker import WorkerUrl
 
 _PATH: Final = "/v1/chat/completions"
@@ -98,8 +98,8 @@ class _Demo:
     def _settings(self, workers: list[SglangMock], run_dir: Path) -> Settings:
         return Settings(
             pd_disaggregation=True,
-            prefill=tuple(PrefillWorker(WorkerUrl.parse(w.url), w.bootstrap_port) for w in workers[:2]),
-            decode=tuple(WorkerUrl.parse(w.url) for w in workers[2:]),
+            prefill=tuple(GivenWorker(WorkerUrl.parse(w.url), w.bootstrap_port) for w in workers[:2]),
+            decode=tuple(GivenWorker(WorkerUrl.parse(w.url)) for w in workers[2:]),
             host="127.0.0.1",
             port=self._port,
             envoy_admin_port=0,

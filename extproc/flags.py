@@ -25,7 +25,7 @@ other ways to set an option:
   port: 30000             YAML file of --config (or PD_EXTPROC_CONFIG): the option's name with underscores
   Flags win over the environment, the environment over the file. A list is replaced as a whole, never added to.
   PD_EXTPROC_PREFILL="http://a:8000 8998;http://b:8000 none"      PD_EXTPROC_DECODE="http://c:8001;http://d:8001"
-  prefill: ["http://a:8000 8998", {url: "http://b:8000", bootstrap_port: null}]
+  prefill: ["http://a:8000 8998", {url: "http://b:8000", kv_connector: NixlConnector, kv_role: kv_producer}]
 
 Options of smg launch that are not listed here are recognised, and refused as not available yet.
 """
@@ -75,7 +75,7 @@ def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo, op
         group.add_argument(flag_of(name), _opposite(flag_of(name)), action=_Switch, **common)
     elif name == "prefill":
         group.add_argument(flag_of(name), action=_Prefill, nargs="+", **common)
-    elif name == "decode":
+    elif name in ("decode", "prefill_kv_engine_id"):
         group.add_argument(flag_of(name), action="append", **common)
     elif name == "request_id_headers":
         group.add_argument(flag_of(name), nargs="+", **common)

@@ -11,7 +11,7 @@ _OPTIONS = """
 assignment-mode backend balance-abs-threshold balance-rel-threshold balance-token-usage-threshold block-size
 bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
 cb-failure-threshold cb-success-threshold cb-timeout-duration-secs cb-window-duration-secs chat-template
-control-plane-api-keys decode-selector disable-circuit-breaker disable-load-monitoring disable-retries
+control-plane-api-keys decode-selector disable-circuit-breaker disable-load-monitoring
 disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider dp-aware
 dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
 eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs
@@ -25,8 +25,7 @@ overload-token-usage-threshold parser pd-admission-wait-secs pd-pairing-mode pow
 prefill-max-inflight-requests-per-worker prefill-queue-size prefill-queue-timeout-secs prefill-selector
 prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count priority-scheduler-enabled
 prometheus-duration-buckets queue-size queue-timeout-secs rate-limit-tokens-per-second reasoning-parser
-remove-unhealthy-workers retry-backoff-multiplier retry-initial-backoff-ms retry-jitter-factor
-retry-max-backoff-ms retry-max-retries router-selector routing-key-headers routing-key-override
+remove-unhealthy-workers router-selector routing-key-headers routing-key-override
 selection-accounting-ttl-ms selection-temperature selector service-discovery service-discovery-namespace
 service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2

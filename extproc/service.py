@@ -10,7 +10,7 @@ import logging
 import signal
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
@@ -35,7 +35,7 @@ from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
-from extproc.settings import GrpcTransport, PolicyName, Settings
+from extproc.settings import GivenWorker, GrpcTransport, PolicyName, Settings
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
@@ -43,9 +43,10 @@ from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.registry import Registry
 from extproc.workers.spec import WorkerSpec
-from extproc.workers.worker import Role, WorkerUrl
+from extproc.workers.worker import Role
 
 _log: Final = logging.getLogger(__name__)
 _POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
@@ -173,10 +174,8 @@ class Service:
             self._envoy = EnvoyProcess(dataplane_config(settings), path, settings.log_level.value)
             stack.push_async_callback(self._envoy.stop, 0)
             await self._envoy.start()
-        for worker in settings.prefill:
-            self.registry.add(_spec(settings, worker.url, Role.PREFILL, worker.bootstrap_port))
-        for url in settings.decode:
-            self.registry.add(_spec(settings, url, Role.DECODE))
+        for spec in _given(settings):
+            self.registry.add(spec)
         if not len(self.registry):
             _log.info("no workers yet: register them with POST /workers")
         self._monitor.start()
@@ -297,9 +296,29 @@ async def startable(service: Service) -> int:
         return 1
 
 
-def _spec(settings: Settings, url: WorkerUrl, role: Role, bootstrap_port: int | None = None) -> WorkerSpec:
-    """A worker given at start. As with the peer, it is trusted with the gateway's own key."""
-    return WorkerSpec(url, role, bootstrap_port=bootstrap_port, api_key=settings.api_key)
+def _given(settings: Settings) -> Iterator[WorkerSpec]:
+    """The workers given at start."""
+    ids = settings.prefill_kv_engine_id or ("",) * len(settings.prefill)
+    for worker, engine_id in zip(settings.prefill, ids, strict=True):
+        common = KvConfig(settings.prefill_kv_connector or "", engine_id=engine_id)
+        yield _spec(settings, worker, Role.PREFILL, common)
+    for worker in settings.decode:
+        yield _spec(settings, worker, Role.DECODE, KvConfig(settings.decode_kv_connector or ""))
+
+
+def _spec(settings: Settings, worker: GivenWorker, role: Role, common: KvConfig) -> WorkerSpec:
+    """A worker given at start; ``common`` is for where it says nothing of its own.
+
+    As with the peer, it is trusted with the gateway's own key.
+    """
+    return WorkerSpec(
+        worker.url,
+        role,
+        bootstrap_port=worker.bootstrap_port,
+        api_key=settings.api_key,
+        runtime=worker.runtime,
+        kv=worker.kv.or_else(common),
+    )
 
 
 def _health(settings: Settings) -> HealthSettings:

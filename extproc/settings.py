@@ -18,31 +18,48 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from extproc.given_workers import DecodeWorkers, GivenWorker, PrefillWorkers
 from extproc.logs import LogLevel
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     AddressText,
+    Connector,
     Count,
     Duration,
+    EngineIds,
     File,
     Grace,
+    Growth,
     GrpcTransport,
     HeaderNames,
     IpAddress,
     Key,
+    KvMissing,
     Mode,
+    MooncakeDispatch,
+    OnPrefillFailure,
     Policy,
     PolicyName,
     Port,
-    PrefillWorker,
-    PrefillWorkers,
+    Share,
     UnixAddressText,
     UrlPath,
-    WorkerUrls,
 )
 
-__all__ = ["Group", "GrpcTransport", "LogLevel", "Mode", "Option", "PolicyName", "PrefillWorker", "Settings"]
+__all__ = [
+    "GivenWorker",
+    "Group",
+    "GrpcTransport",
+    "KvMissing",
+    "LogLevel",
+    "Mode",
+    "MooncakeDispatch",
+    "OnPrefillFailure",
+    "Option",
+    "PolicyName",
+    "Settings",
+]
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -54,6 +71,7 @@ class Group(Enum):
     POLICIES = "Choice of workers"
     CLIENTS = "Clients"
     HEALTH = "Health of workers"
+    FAILURES = "Failures"
     LIFECYCLE = "Shutdown"
     ENVOY = "Envoy"
     ADDRESSES = "Between Envoy and the sidecar (unix:/path or host:port)"
@@ -117,8 +135,16 @@ class Settings(BaseModel):
         Group.WORKERS, "serve prefill and decode by separate workers (the only mode yet)")] = False
     prefill: Annotated[PrefillWorkers, Option(
         Group.WORKERS, "a prefill worker and its bootstrap server's port; repeatable", default="none")] = ()
-    decode: Annotated[WorkerUrls, Option(
+    decode: Annotated[DecodeWorkers, Option(
         Group.WORKERS, "a decode worker; repeatable", "URL", "none")] = ()
+    prefill_kv_connector: Annotated[Connector | None, Option(
+        Group.WORKERS, "vLLM: KV connector of the --prefill workers", "NAME", "unknown")] = None
+    decode_kv_connector: Annotated[Connector | None, Option(
+        Group.WORKERS, "vLLM: KV connector of the --decode workers", "NAME", "unknown")] = None
+    prefill_kv_engine_id: Annotated[EngineIds, Option(
+        Group.WORKERS, "Mooncake: engine id; one for each --prefill, in order", "ID", "asked for")] = ()
+    mooncake_dispatch: Annotated[MooncakeDispatch, Option(
+        Group.WORKERS, "concurrent, or sequential for old engines", "NAME")] = MooncakeDispatch.CONCURRENT
     worker_ca_file: Annotated[File | None, Option(
         Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
 
@@ -162,6 +188,24 @@ class Settings(BaseModel):
         Group.HEALTH, "failed probes in a row that take a worker out", "COUNT")] = 3
     health_success_threshold: Annotated[Count, Option(
         Group.HEALTH, "good probes in a row that bring a worker back", "COUNT")] = 2
+
+    on_prefill_failure: Annotated[OnPrefillFailure, Option(
+        Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY
+    kv_missing: Annotated[KvMissing, Option(
+        Group.FAILURES, "prefill gave nothing to fetch: recompute or fail", "NAME")
+    ] = KvMissing.RECOMPUTE
+    retry_max_retries: Annotated[Count, Option(
+        Group.FAILURES, "attempts at one request, the first included", "COUNT")] = 5
+    retry_initial_backoff_ms: Annotated[Count, Option(
+        Group.FAILURES, "pause before the second attempt", "MS")] = 50
+    retry_max_backoff_ms: Annotated[Count, Option(
+        Group.FAILURES, "longest pause between two attempts", "MS")] = 30000
+    retry_backoff_multiplier: Annotated[Growth, Option(
+        Group.FAILURES, "each pause is so many times the one before", "FACTOR")] = 1.5
+    retry_jitter_factor: Annotated[Share, Option(
+        Group.FAILURES, "share of a pause that is random, 0 to 1", "SHARE")] = 0.2
+    disable_retries: Annotated[bool, Option(
+        Group.FAILURES, "one attempt only")] = False
 
     drain_settle_secs: Annotated[Grace, Option(
         Group.LIFECYCLE, "time between 'not ready' and closing to new requests", "SECONDS")] = 5
@@ -212,10 +256,26 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _each_worker_once(self) -> Settings:
-        uses = Counter([worker.url for worker in self.prefill] + list(self.decode))
+        uses = Counter(worker.url for worker in (*self.prefill, *self.decode))
         for url, count in uses.items():
             if count > 1:
                 raise ValueError(f"worker {url} is given more than once (--prefill, --decode)")
+        return self
+
+    @model_validator(mode="after")
+    def _one_engine_id_each(self) -> Settings:
+        ids = len(self.prefill_kv_engine_id)
+        if ids and ids != len(self.prefill):
+            raise ValueError(f"{ids} x --prefill-kv-engine-id for {len(self.prefill)} x --prefill: give one for each")
+        return self
+
+    @model_validator(mode="after")
+    def _pauses_grow(self) -> Settings:
+        first, longest = self.retry_initial_backoff_ms, self.retry_max_backoff_ms
+        if longest < first:
+            raise ValueError(
+                f"--retry-max-backoff-ms {longest} must not be less than --retry-initial-backoff-ms {first}"
+            )
         return self
 
     @model_validator(mode="after")

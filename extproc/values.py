@@ -8,16 +8,17 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from extproc.given_workers import items
 from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
 from extproc.transport.address import TcpAddress, UnixAddress, parse_address
-from extproc.workers.worker import WorkerUrl
+from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.worker import Role
 
 _UNIX_PATH_BYTES = 107  # sun_path without its terminating zero
 
@@ -43,28 +44,26 @@ class GrpcTransport(Enum):
     GRPCIO = "grpcio"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillWorker:
-    """A prefill worker and the port of its bootstrap server, None where it has none."""
+class OnPrefillFailure(Enum):
+    """What a failed prefill leg leads to."""
 
-    url: WorkerUrl
-    bootstrap_port: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> PrefillWorker:
-        """Parse ``URL [PORT|none]``; raises ValueError with the peer's messages."""
-        url, *ports = text.split() or [""]
-        if len(ports) > 1:
-            raise ValueError(f"{text!r}: expected URL [PORT|none]")
-        return cls(WorkerUrl.parse(url), _bootstrap_port(ports[0]) if ports else None)
+    RETRY = "retry"
+    DECODE_ONLY = "decode-only"
+    FAIL = "fail"
 
 
-def _bootstrap_port(text: str) -> int | None:
-    if text.lower() == "none":
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"Invalid bootstrap port: {text}. Must be a number or 'none'")
-    return _port_in_range(int(text))
+class KvMissing(Enum):
+    """What is done when a prefill has answered without what decode needs to fetch its cache."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class MooncakeDispatch(Enum):
+    """When a Mooncake decode leg is sent: with its prefill leg, or after it."""
+
+    CONCURRENT = "concurrent"
+    SEQUENTIAL = "sequential"
 
 
 def _port_in_range(port: int) -> int:
@@ -77,31 +76,6 @@ def _listening_port(port: int) -> int:
     if not 0 <= port <= 65535:
         raise ValueError("Port must be between 0 and 65535")
     return port
-
-
-def _items(value: object) -> object:
-    """The environment's form of a worker list: items separated by semicolons."""
-    return [item.strip() for item in value.split(";") if item.strip()] if isinstance(value, str) else value
-
-
-def _prefill_worker(value: object) -> object:
-    """A prefill worker from its text, or from YAML's ``{url: ..., bootstrap_port: ...}``."""
-    if isinstance(value, dict) and "url" in value and value.keys() <= {"url", "bootstrap_port"}:
-        port = value.get("bootstrap_port")
-        value = f"{value['url']} {'none' if port is None else port}"
-    if isinstance(value, str):
-        return PrefillWorker.parse(value)
-    if not isinstance(value, PrefillWorker):
-        raise ValueError("expected URL [PORT|none], or a mapping with url and bootstrap_port")
-    return value
-
-
-def _worker_url(value: object) -> object:
-    if isinstance(value, str):
-        return WorkerUrl.parse(value)
-    if not isinstance(value, WorkerUrl):
-        raise ValueError("expected a URL")
-    return value
 
 
 def _policy(value: object) -> object:
@@ -179,6 +153,22 @@ def _at_least_one(number: int) -> int:
     return number
 
 
+def _growing(number: float) -> float:
+    if number < 1:
+        raise ValueError("Must be >= 1")
+    return number
+
+
+def _share(number: float) -> float:
+    if not 0 <= number <= 1:
+        raise ValueError("Must be between 0 and 1")
+    return number
+
+
+def _connector(name: str) -> str:
+    return kv_config(Role.PREFILL, KvConfig(_not_empty(name))).connector
+
+
 def _not_empty(text: str) -> str:
     if not text:
         raise ValueError("Must not be empty")
@@ -210,7 +200,7 @@ UnixAddressText = Annotated[str, AfterValidator(_unix_address)]
 UrlPath = Annotated[str, AfterValidator(_path_of_url)]
 Policy = Annotated[PolicyName, BeforeValidator(_policy)]
 HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]
-WorkerUrls = Annotated[tuple[Annotated[WorkerUrl, BeforeValidator(_worker_url)], ...], BeforeValidator(_items)]
-PrefillWorkers = Annotated[
-    tuple[Annotated[PrefillWorker, BeforeValidator(_prefill_worker)], ...], BeforeValidator(_items)
-]
+Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
+Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
+Connector = Annotated[str, AfterValidator(_connector)]
+EngineIds = Annotated[tuple[Annotated[str, AfterValidator(_not_empty)], ...], BeforeValidator(items)]

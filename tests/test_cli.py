@@ -83,7 +83,7 @@ def test_one_pair(launch: Launch) -> None:
     assert outcome.settings is not None
     (prefill,) = outcome.settings.prefill
     assert (prefill.url, prefill.bootstrap_port) == (WorkerUrl("http", "prefill", 8000), 8998)
-    assert outcome.settings.decode == (WorkerUrl("http", "decode", 8001),)
+    assert [worker.url for worker in outcome.settings.decode] == [WorkerUrl("http", "decode", 8001)]
     assert (outcome.settings.host, outcome.settings.port) == ("0.0.0.0", 30000)
 
 
@@ -174,7 +174,7 @@ def test_the_several_workers_without_the_missing_policies(launch: Launch) -> Non
     settings = launch(f"{MULTIPLE} --policy random --prefill-policy round_robin").settings
     assert settings is not None
     assert [worker.url.host for worker in settings.prefill] == ["prefill1", "prefill2"]
-    assert [url.host for url in settings.decode] == ["decode1", "decode2"]
+    assert [worker.url.host for worker in settings.decode] == ["decode1", "decode2"]
     assert settings.prefill_policy is PolicyName.ROUND_ROBIN
     assert settings.decode_policy is PolicyName.RANDOM
 
@@ -213,6 +213,16 @@ def test_switches_can_be_turned_back(launch: Launch, monkeypatch: pytest.MonkeyP
     settings = launch(f"{PAIR} --envoy --no-log-json --no-response-headers").settings
     assert settings is not None
     assert (settings.no_envoy, settings.log_json, settings.response_headers) == (False, False, False)
+
+
+def test_engine_ids_and_connectors_go_with_their_workers(launch: Launch) -> None:
+    settings = launch(
+        """--pd-disaggregation --prefill http://p:1 --prefill-kv-engine-id a --prefill http://p:2 9000
+           --prefill-kv-engine-id b --prefill-kv-connector MooncakeConnector"""
+    ).settings
+    assert settings is not None
+    assert settings.prefill_kv_engine_id == ("a", "b")
+    assert (settings.prefill_kv_connector, settings.decode_kv_connector) == ("MooncakeConnector", None)
 
 
 def test_request_id_headers(launch: Launch) -> None:

@@ -11,8 +11,20 @@ from pydantic import ValidationError
 from extproc import settings as settings_module
 from extproc.logs import LogLevel
 from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
-from extproc.settings import GrpcTransport, Mode, Option, PolicyName, PrefillWorker, Settings, usable_cores
+from extproc.settings import (
+    GivenWorker,
+    GrpcTransport,
+    KvMissing,
+    Mode,
+    MooncakeDispatch,
+    OnPrefillFailure,
+    Option,
+    PolicyName,
+    Settings,
+    usable_cores,
+)
 from extproc.sources import SettingsError, load_settings
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.worker import WorkerUrl
 
 
@@ -48,6 +60,10 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.health_check_endpoint == "/health"
     assert settings.disable_health_check is False
     assert settings.drain_settle_secs == 5
+    assert settings.retry_max_retries == 5
+    assert (settings.retry_initial_backoff_ms, settings.retry_max_backoff_ms) == (50, 30000)
+    assert (settings.retry_backoff_multiplier, settings.retry_jitter_factor) == (1.5, 0.2)
+    assert settings.disable_retries is False
     assert settings.shutdown_grace_period_secs == 180
     assert settings.log_level is LogLevel.INFO
     assert settings.api_key is None
@@ -62,6 +78,9 @@ def test_our_own_defaults() -> None:
     assert settings.response_headers is True
     assert settings.trust_client_control_fields is False
     assert settings.no_envoy is False
+    assert settings.on_prefill_failure is OnPrefillFailure.RETRY
+    assert settings.kv_missing is KvMissing.RECOMPUTE
+    assert settings.mooncake_dispatch is MooncakeDispatch.CONCURRENT
 
 
 @pytest.mark.parametrize(
@@ -86,7 +105,9 @@ def test_flags_win_over_environment_over_file_over_default(
 
 def test_a_list_is_replaced_as_a_whole(yaml_file: Path) -> None:
     yaml_file.write_text("decode: [http://file:1, http://file:2]\n")
-    assert load({"decode": ["http://flag:1"]}, config=str(yaml_file)).decode == (WorkerUrl("http", "flag", 1),)
+    assert load({"decode": ["http://flag:1"]}, config=str(yaml_file)).decode == (
+        GivenWorker(WorkerUrl("http", "flag", 1)),
+    )
 
 
 def test_the_file_can_be_named_by_the_environment_and_the_flag_wins(yaml_file: Path, tmp_path: Path) -> None:
@@ -101,8 +122,11 @@ def test_the_file_can_be_named_by_the_environment_and_the_flag_wins(yaml_file: P
 SAMPLES: dict[str, tuple[str, str, object]] = {
     # field: (text for flag and environment, YAML, what it means)
     "pd_disaggregation": ("true", "true", True),
-    "prefill": ("http://a:1 8998", "[http://a:1 8998]", (PrefillWorker(WorkerUrl("http", "a", 1), 8998),)),
-    "decode": ("http://a:1", "[http://a:1]", (WorkerUrl("http", "a", 1),)),
+    "prefill": ("http://a:1 8998", "[http://a:1 8998]", (GivenWorker(WorkerUrl("http", "a", 1), 8998),)),
+    "decode": ("http://a:1", "[http://a:1]", (GivenWorker(WorkerUrl("http", "a", 1)),)),
+    "prefill_kv_connector": ("NixlConnector", "NixlConnector", "NixlConnector"),
+    "decode_kv_connector": ("NixlPullConnector", "NixlPullConnector", "NixlConnector"),
+    "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
@@ -121,6 +145,14 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "health_check_timeout_secs": ("7", "7", 7),
     "health_failure_threshold": ("7", "7", 7),
     "health_success_threshold": ("7", "7", 7),
+    "on_prefill_failure": ("decode-only", "decode-only", OnPrefillFailure.DECODE_ONLY),
+    "kv_missing": ("fail", "fail", KvMissing.FAIL),
+    "retry_max_retries": ("7", "7", 7),
+    "retry_initial_backoff_ms": ("7", "7", 7),
+    "retry_max_backoff_ms": ("70", "70", 70),
+    "retry_backoff_multiplier": ("1", "1", 1.0),
+    "retry_jitter_factor": ("0", "0", 0.0),
+    "disable_retries": ("true", "true", True),
     "drain_settle_secs": ("0", "0", 0),
     "shutdown_grace_period_secs": ("0", "0", 0),
     "no_envoy": ("true", "true", True),
@@ -141,7 +173,11 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 }
 
 
-@pytest.mark.parametrize("field", list(Settings.model_fields))
+# A rule between fields is about it: it has a test of its own.
+APART = {"prefill_kv_engine_id"}
+
+
+@pytest.mark.parametrize("field", [field for field in Settings.model_fields if field not in APART])
 def test_every_field_is_reachable_by_environment_and_file(yaml_file: Path, field: str) -> None:
     text, yaml_text, expected = SAMPLES[field]
     assert getattr(load(), field) != expected, "a sample that equals the default shows nothing"
@@ -184,6 +220,54 @@ def test_prefill_workers_in_yaml_may_be_mappings(yaml_file: Path) -> None:
         ("c", None),
         ("d", None),
     ]
+
+
+def test_workers_in_yaml_may_say_how_they_move_the_cache(yaml_file: Path) -> None:
+    yaml_file.write_text(
+        "prefill:\n"
+        "  - {url: 'http://a:1', bootstrap_port: 8999, kv_connector: MooncakeConnector, kv_role: kv_producer,\n"
+        "     kv_engine_id: engine-a, runtime: vllm}\n"
+        "decode:\n"
+        "  - {url: 'http://b:2', kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_consumer}}\n"
+    )
+    settings = load(config=str(yaml_file))
+    assert settings.prefill == (
+        GivenWorker(
+            WorkerUrl("http", "a", 1), 8999, KvConfig("MooncakeConnector", "kv_producer", "engine-a"), runtime="vllm"
+        ),
+    )
+    assert settings.decode == (GivenWorker(WorkerUrl("http", "b", 2), kv=KvConfig("NixlConnector", "kv_consumer")),)
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [("flag", ["a", "b"]), ("environment", "a;b"), ("file", "[a, b]")],
+)
+def test_engine_ids_go_with_the_prefill_workers_in_order(yaml_file: Path, source: str, value: Any) -> None:
+    flags: dict[str, object] = {"prefill": ["http://p:1", "http://p:2"]}
+    environ = {}
+    if source == "flag":
+        flags["prefill_kv_engine_id"] = value
+    elif source == "environment":
+        environ["PD_EXTPROC_PREFILL_KV_ENGINE_ID"] = value
+    yaml_file.write_text(f"prefill_kv_engine_id: {value}\n" if source == "file" else "")
+    assert load(flags, environ, str(yaml_file)).prefill_kv_engine_id == ("a", "b")
+
+
+def test_every_prefill_worker_has_an_engine_id_or_none_has() -> None:
+    assert problems({"prefill": ["http://p:1", "http://p:2"], "prefill_kv_engine_id": ["a"]}) == [
+        "1 x --prefill-kv-engine-id for 2 x --prefill: give one for each"
+    ]
+    assert problems({"prefill_kv_engine_id": ["a"]}) == [
+        "1 x --prefill-kv-engine-id for 0 x --prefill: give one for each"
+    ]
+
+
+def test_the_longest_pause_is_not_shorter_than_the_first() -> None:
+    assert problems({"retry_max_backoff_ms": "49"}) == [
+        "--retry-max-backoff-ms 49 must not be less than --retry-initial-backoff-ms 50"
+    ]
+    assert load({"retry_max_backoff_ms": "50"}).retry_max_backoff_ms == 50
 
 
 def test_yaml_keys_may_have_dashes(yaml_file: Path) -> None:
@@ -267,6 +351,23 @@ WRONG: list[tuple[str, str, str]] = [
     ("health_failure_threshold", "0", "Must be >= 1 (got '0')"),
     ("health_check_interval_secs", "0", "Must be > 0 (got '0')"),
     ("health_check_endpoint", "health", "Must be a path that starts with / (got 'health')"),
+    ("retry_max_retries", "0", "Must be >= 1 (got '0')"),
+    ("retry_initial_backoff_ms", "0", "Must be >= 1 (got '0')"),
+    ("retry_max_backoff_ms", "-1", "Must be >= 1 (got '-1')"),
+    ("retry_backoff_multiplier", "0.9", "Must be >= 1 (got '0.9')"),
+    ("retry_jitter_factor", "1.1", "Must be between 0 and 1 (got '1.1')"),
+    ("on_prefill_failure", "hope", "Input should be 'retry', 'decode-only' or 'fail' (got 'hope')"),
+    ("kv_missing", "retry", "Input should be 'recompute' or 'fail' (got 'retry')"),
+    ("mooncake_dispatch", "both", "Input should be 'concurrent' or 'sequential' (got 'both')"),
+    ("prefill_kv_connector", "", "Must not be empty (got '')"),
+    (
+        "decode_kv_connector",
+        "MultiConnector",
+        (
+            "MultiConnector does not say which of its connectors moves the cache: register that one's name, "
+            "or give the engine's kv_transfer_config (got 'MultiConnector')"
+        ),
+    ),
     ("envoy_concurrency", "0", "Must be >= 1 (got '0')"),
     ("request_id_headers", "x y:z", "'y:z' is not a header name"),
     ("api_key", "", "Must not be empty"),
@@ -344,7 +445,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(yaml_file: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("option", ["dp-aware", "service-discovery", "retry-max-retries"])
+@pytest.mark.parametrize("option", ["dp-aware", "service-discovery", "queue-size"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"
@@ -367,6 +468,13 @@ def test_no_option_is_both_there_and_not_available() -> None:
         ("prefill: {a: b}\n", "prefill: Input should be a valid tuple"),
         ("prefill: [{url: 'http://a', prot: 1}]\n", "prefill: expected URL [PORT|none], or a mapping with url and"),
         ("decode: [1]\n", "decode: expected a URL"),
+        ("decode: [{url: 'http://a', kv_role: 1}]\n", "decode: kv_role: expected text"),
+        ("decode: [{url: 'http://a', runtime: mlx}]\n", "decode: runtime mlx: expected one of sglang, vllm"),
+        (
+            "decode: [{url: 'http://a', kv_role: kv_producer}]\n",
+            "decode: registered as decode, but kv_role is kv_producer",
+        ),
+        ("prefill: [{url: 'http://a', bootstrap_port: 0}]\n", "prefill: Port must be between 1 and 65535"),
         ("port: 1.5\n", "port: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
     ],
 )

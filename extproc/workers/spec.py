@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.worker import Role, WorkerUrl
+
+RUNTIMES: Final = ("sglang", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class WorkerSpec:
     priority: int = 50
     cost: float = 1.0
     labels: Mapping[str, str] = field(default_factory=dict)  # win over discovered labels of the same name
-    runtime: str | None = None  # None: find out
+    runtime: str | None = None  # one of RUNTIMES; None: find out
+    kv: KvConfig = field(default_factory=KvConfig)  # vLLM's HTTP server does not tell its connector
     health: HealthOverrides = HealthOverrides()
 
     @property
