@@ -5,7 +5,18 @@ import json
 import pytest
 
 from extproc.apis.request import InferenceRequest
-from extproc.apis.table import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RERANK, RESPONSES
+from extproc.apis.table import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    GENERATE,
+    INFERENCE_GENERATE,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    TOKENIZE,
+)
 from extproc.errors import GatewayError
 
 MESSAGE = [{"role": "user", "content": "hi"}]
@@ -41,6 +52,11 @@ def read(api, body):
         (RESPONSES, {"input": [{"role": "user", "content": "a"}]}, None, 1),
         (COUNT_TOKENS, {"messages": MESSAGE}, None, 1),
         (RERANK, {"query": "q", "documents": ["d"]}, None, 1),
+        (INFERENCE_GENERATE, {"token_ids": [1, 2], "sampling_params": {}}, None, 1),
+        (INFERENCE_GENERATE, {"token_ids": [1, 2], "sampling_params": {"n": 2}}, None, 2),
+        (TOKENIZE, {"prompt": "a"}, None, 1),
+        (TOKENIZE, {"messages": MESSAGE}, None, 1),
+        (DETOKENIZE, {"tokens": [1, 2]}, None, 1),
     ],
 )
 def test_prompts_and_samples_are_counted(api, body, prompts, samples):
@@ -74,6 +90,18 @@ def test_prompts_and_samples_are_counted(api, body, prompts, samples):
         (COMPLETIONS, b'{"prompt": [ ] }', "invalid_type", "prompt"),
         (RESPONSES, {"input": "a", "background": True}, "invalid_type", "background"),
         (RERANK, {"query": "q"}, "missing_required_parameter", "documents"),
+        (INFERENCE_GENERATE, {"sampling_params": {}}, "missing_required_parameter", "token_ids"),
+        (INFERENCE_GENERATE, {"token_ids": "a", "sampling_params": {}}, "invalid_type", "token_ids"),
+        (INFERENCE_GENERATE, {"token_ids": [1]}, "missing_required_parameter", "sampling_params"),
+        (
+            INFERENCE_GENERATE,
+            {"token_ids": [1], "sampling_params": None},
+            "missing_required_parameter",
+            "sampling_params",
+        ),
+        (INFERENCE_GENERATE, {"token_ids": [1], "sampling_params": []}, "invalid_type", "sampling_params"),
+        (TOKENIZE, {}, "missing_required_parameter", "prompt"),
+        (DETOKENIZE, {"tokens": "a"}, "invalid_type", "tokens"),
         (CHAT, b'{"messages":[],"messages":[]}', "duplicate_parameter", "messages"),
         (CHAT, b'{"messages":[],"stream":true,"str\\u0065am":false}', "duplicate_parameter", "stream"),
         (CHAT, b'{"messages":[],"bootstrap_room":1,"bootstrap_room":2}', "duplicate_parameter", "bootstrap_room"),

@@ -41,6 +41,7 @@ _DECISIVE: Final = CONTROL_FIELDS | {
     "input_ids",
     "input_embeds",
     "input",
+    "token_ids",
     "sampling_params",
     "return_logprob",
     "echo",
@@ -48,7 +49,8 @@ _DECISIVE: Final = CONTROL_FIELDS | {
     "seed",
 }
 MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs here
-_QUOTE, _BRACKET = b'"['
+_QUOTE, _BRACKET, _BRACE = b'"[{'
+_LISTS: Final = {"messages": "a list of messages", "token_ids": "a list of token ids", "tokens": "a list of token ids"}
 # How a list begins tells what it is a list of. Looking no further matters: a prompt may be a million token ids.
 _OPENING: Final = re.compile(rb'\[[ \t\n\r]*(?:\]|"|\[[ \t\n\r]*\[?)?')
 
@@ -111,6 +113,11 @@ def _typed(body: JsonObject, key: str, kind: type) -> Any:
 
 
 def _require_prompt(api: Api, body: JsonObject) -> None:
+    for key in api.object_keys:
+        if body.first_byte(key) in (0, 0x6E):
+            raise GatewayError("missing_required_parameter", f"missing field `{key}`", param=key)
+        if body.first_byte(key) != _BRACE:
+            raise GatewayError("invalid_type", f"`{key}` must be an object", param=key)
     if len(api.prompt_keys) == 1 and body.first_byte(api.prompt_keys[0]) == _BRACKET:
         return  # most requests
     found = [key for key in api.prompt_keys if body.first_byte(key) not in (0, 0x6E)]  # absent, or null
@@ -121,8 +128,8 @@ def _require_prompt(api: Api, body: JsonObject) -> None:
         raise GatewayError("missing_required_parameter", f"missing field {wanted}", param=missing)
     key = found[0]
     first = body.first_byte(key)
-    if key == "messages" and first != _BRACKET:
-        raise GatewayError("invalid_type", "`messages` must be a list of messages", param=key)
+    if key in _LISTS and first != _BRACKET:
+        raise GatewayError("invalid_type", f"`{key}` must be {_LISTS[key]}", param=key)
     if first not in (_QUOTE, _BRACKET):
         raise GatewayError("invalid_type", f"`{key}` must be a string or a list", param=key)
     if len(found) > 1 and not api.needs_all:

@@ -25,13 +25,16 @@ class Api:
         id_prefix: how request ids made for this API begin (the peer's prefixes).
         prompt_keys: where the prompt may be; one of them must be present (all of them for ``needs_all``).
         batch_keys: the prompt keys whose value may be a list of prompts.
+        object_keys: what else must be present, as objects.
         samples_key: the key with the number of samples per prompt, or None.
         samples_in: the key of the object that holds ``samples_key``, or None for the top level.
         rid_key: the key by which the engine lets us name the request, to abort it by; None where it has none.
         rid_prefix: how the engine's own names for requests of this API begin.
         early_head: whether the engine sends the head of a streamed answer before it has a first token.
 
-    What the last three say of SGLang was seen on 0.5.23 (docs/sglang-facts.md).
+    What the last three say of SGLang was seen on 0.5.23 (docs/sglang-facts.md). ``/inference/v1/generate``,
+    ``/tokenize`` and ``/detokenize`` are as in vLLM 0.32:
+    entrypoints/scale_out/token_in_token_out/protocol.py, entrypoints/serve/tokenize/protocol.py.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Api:
     prompt_keys: tuple[str, ...]
     flow: Flow = Flow.PAIR
     batch_keys: tuple[str, ...] = ()
+    object_keys: tuple[str, ...] = ()
     samples_key: str | None = None
     samples_in: str | None = None
     needs_all: bool = False
@@ -105,7 +109,31 @@ RERANK: Final = Api(
 RERANK_SHORT: Final = Api(
     "rerank", "/rerank", "/v1/rerank", "req-", ("query", "documents"), flow=Flow.PREFILL_ONLY, needs_all=True
 )
+INFERENCE_GENERATE: Final = Api(
+    "inference_generate",
+    "/inference/v1/generate",
+    "/inference/v1/generate",
+    "gnt-",
+    ("token_ids",),
+    object_keys=("sampling_params",),
+    samples_key="n",
+    samples_in="sampling_params",
+    rid_key="request_id",
+)
+TOKENIZE: Final = Api("tokenize", "/tokenize", "/tokenize", "req-", ("prompt", "messages"), flow=Flow.PREFILL_ONLY)
+DETOKENIZE: Final = Api("detokenize", "/detokenize", "/detokenize", "req-", ("tokens",), flow=Flow.PREFILL_ONLY)
 
-APIS: Final[dict[str, Api]] = {
-    api.path: api for api in (CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, COUNT_TOKENS, RERANK, RERANK_SHORT)
-}
+_ALL: Final = (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    INFERENCE_GENERATE,
+    COUNT_TOKENS,
+    TOKENIZE,
+    DETOKENIZE,
+    RERANK,
+    RERANK_SHORT,
+)
+APIS: Final[dict[str, Api]] = {api.path: api for api in _ALL}

@@ -13,6 +13,7 @@ DECODE_PATHS = (
     "/generate",
     "/v1/messages",
     "/v1/responses",
+    "/inference/v1/generate",
 )
 
 # POST only. One prefill worker answers, nothing is handed over. `/rerank` becomes `/v1/rerank` in the ext_proc service.
@@ -20,6 +21,8 @@ PREFILL_PATHS = (
     "/v1/rerank",
     "/rerank",
     "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
 )
 
 INFERENCE_PATHS = DECODE_PATHS + PREFILL_PATHS
