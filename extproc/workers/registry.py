@@ -19,7 +19,7 @@ from extproc.workers.metadata import Metadata
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.spec import WorkerSpec
-from extproc.workers.worker import Role, Status, Worker
+from extproc.workers.worker import KvEngine, Role, Status, Worker
 
 Subscriber = Callable[[Worker, "Change"], None]
 
@@ -31,7 +31,7 @@ class Change(Enum):
 
     ADDED = "added"
     STATUS = "status"  # its status is another
-    IDENTITY = "identity"  # its models, labels, bootstrap port or runtime may be others
+    IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
     ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
     REMOVED = "removed"  # gone: no request is under way to it and Envoy does not know it
 
@@ -162,8 +162,12 @@ class Registry:
             cost=spec.cost,
             labels=dict(spec.labels),
             cards=spec.cards,
+            kv_connector=spec.kv.connector,
+            kv_role=spec.kv.role,
         )
-        worker.runtime = spec.runtime or worker.runtime
+        # Only vLLM has connectors.
+        worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
+        worker.update_pairing()
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
@@ -215,7 +219,14 @@ class Registry:
             worker.model_ids = found.model_ids
         if worker.role is Role.PREFILL and spec.bootstrap_port is None:
             worker.bootstrap_port = found.bootstrap_port
+        worker.update_pairing()
         self._tell(worker, Change.IDENTITY)
+
+    def set_engines(self, worker: Worker, engines: tuple[KvEngine, ...]) -> None:
+        """Say which engine cores a decode must be told of."""
+        if worker.id in self._records and worker.kv_engines != engines:
+            worker.kv_engines = engines
+            self._tell(worker, Change.IDENTITY)
 
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.

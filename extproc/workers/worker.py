@@ -52,7 +52,8 @@ class Status(Enum):
 UNKNOWN: Final = "?"  # a part of a pairing key that nobody has said
 NIXL: Final = "NixlConnector"
 MOONCAKE: Final = "MooncakeConnector"
-_TRANSPORTS: Final = {NIXL: "nixl", MOONCAKE: "mooncake"}
+MOONCAKE_BOOTSTRAP_PORT: Final = 8998  # the default of vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT
+_TRANSPORTS: Final = {NIXL: "nixl", MOONCAKE: "mooncake", "MoRIIOConnector": "moriio"}
 
 
 class KvEngine(NamedTuple):
@@ -65,6 +66,20 @@ class KvEngine(NamedTuple):
 
     rank: int
     id: str
+
+
+class Pairing(NamedTuple):
+    """What must agree between a prefill and a decode worker; see :mod:`extproc.workers.pairing`.
+
+    Attributes:
+        runtime: the engine.
+        transport: how it moves KV cache: ``nixl``, ``mooncake``, another connector's name in lower case, or ``?``.
+        protocol: the operator's own word for all of it (label ``pairing_protocol``), empty where there is none.
+    """
+
+    runtime: str
+    transport: str
+    protocol: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +158,15 @@ class Worker:
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()
     name: str = field(init=False)  # the URL as text, made once
+    pairing: Pairing = field(init=False)  # plain, because the request path compares it
 
     def __post_init__(self) -> None:
         self.name = str(self.url)
+        self.update_pairing()
+
+    def update_pairing(self) -> None:
+        """To be called whenever runtime, connector or labels are others."""
+        self.pairing = Pairing(self.runtime, self.transport, self.labels.get("pairing_protocol", ""))
 
     @property
     def usable(self) -> bool:
@@ -154,5 +175,6 @@ class Worker:
 
     @property
     def transport(self) -> str:
-        """How the worker moves KV cache: ``nixl``, ``mooncake``, another connector's name, or ``?``."""
-        return _TRANSPORTS.get(self.kv_connector, self.kv_connector) or UNKNOWN
+        """How the worker moves KV cache; see Pairing. SGLang's backend is not told over HTTP, but a label may say it."""
+        said = self.kv_connector or self.labels.get("disaggregation_transfer_backend", "")
+        return _TRANSPORTS.get(said, said.lower()) or UNKNOWN
