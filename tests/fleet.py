@@ -105,12 +105,16 @@ async def eventually(condition: Callable[[], object], within: float = LONG) -> N
 
 @dataclass
 class Engine:
-    """A server with the control paths of an SGLang worker; what it answers can be changed at any time."""
+    """A server with the control paths of an SGLang worker; what it answers can be changed at any time.
+
+    ``owner`` "vllm" makes it a vLLM worker. Its bootstrap server listens on a port of its own.
+    """
 
     mode: str | None = "prefill"
     models: list[str] = field(default_factory=lambda: ["tiny"])
     owner: str = "sglang"
-    bootstrap_port: int | None = 8998
+    bootstrap_port: int | None = 0  # None: it says nothing of one
+    engine_ids: dict[str, str] = field(default_factory=dict)  # by rank, as the bootstrap server of Mooncake has them
     health: int = 200
     model_listing: int = 200
     server_info_path: str = "/server_info"
@@ -121,6 +125,7 @@ class Engine:
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
+    _bootstrap: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
@@ -139,12 +144,35 @@ class Engine:
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
+        await self.start_bootstrap()
+
+    async def start_bootstrap(self) -> None:
+        """Serve at the bootstrap port; at the same as before after a :meth:`stop_bootstrap`."""
+        app = web.Application()
+        app.router.add_get("/query", self._query)
+        self._bootstrap = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._bootstrap.setup()
+        await web.TCPSite(self._bootstrap, self.host, self.bootstrap_port or 0).start()
+        if self.bootstrap_port is not None:
+            self.bootstrap_port = self._bootstrap.addresses[0][1]
 
     async def stop(self) -> None:
-        """Close the port."""
+        """Close the ports."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        await self.stop_bootstrap()
+
+    async def stop_bootstrap(self) -> None:
+        """Close the bootstrap port."""
+        if self._bootstrap is not None:
+            await self._bootstrap.cleanup()
+            self._bootstrap = None
+
+    async def _query(self, request: web.Request) -> web.Response:
+        self.requests.append((request.path, {name.lower(): value for name, value in request.headers.items()}))
+        entries = {rank: {"engine_id": name, "worker_addr": {}} for rank, name in self.engine_ids.items()}
+        return web.json_response(entries)
 
     async def _answer(self, request: web.Request) -> web.Response:
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -155,8 +183,12 @@ class Engine:
         if request.path == "/health":
             return web.Response(status=self.health)
         if request.path == "/v1/models":
-            entries = [{"id": model, "owned_by": self.owner, "max_model_len": 2048} for model in self.models]
+            root = {"root": "/models/tiny"} if self.owner == "vllm" else {}
+            entries = [{"id": model, "owned_by": self.owner, **root, "max_model_len": 2048} for model in self.models]
             return web.json_response({"object": "list", "data": entries}, status=self.model_listing)
+        if self.owner == "vllm":
+            found = request.path == "/version"
+            return web.json_response({"version": "0.32.0"} if found else {}, status=200 if found else 404)
         if request.path == self.server_info_path:
             return web.json_response(self._server_info())
         if request.path == "/model_info":

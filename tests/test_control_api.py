@@ -167,7 +167,7 @@ class TestWorkers:
             },
             "priority": 10,
             "cost": 2.0,
-            "bootstrap_port": 8998,
+            "bootstrap_port": server.bootstrap_port,
             "max_connection_attempts": 20,
             "health": {"failure_threshold": 4},
             "is_healthy": True,

@@ -110,8 +110,8 @@ def test_the_peers_alias_and_nulls() -> None:
             "Invalid JSON data: connection_mode: unknown variant 'grpc', expected one of 'http'",
         ),
         (
-            LEAST | {"runtime_type": "vllm"},
-            "Invalid JSON data: runtime_type: unknown variant 'vllm', expected one of 'unspecified' or 'sglang'",
+            LEAST | {"runtime_type": "mlx"},
+            "Invalid JSON data: runtime_type: unknown variant 'mlx', expected one of 'unspecified', 'sglang' or 'vllm'",
         ),
         (LEAST | {"priority": "3"}, "Invalid JSON data: priority: expected a valid integer"),
         (LEAST | {"priority": True}, "Invalid JSON data: priority: expected a valid integer"),
@@ -127,8 +127,8 @@ def test_the_peers_alias_and_nulls() -> None:
         (LEAST | {"bootstrap_prot": 1}, "Invalid JSON data: unknown field `bootstrap_prot`"),
         (LEAST | {"zone": None}, "Invalid JSON data: unknown field `zone`"),
         (
-            LEAST | {"kv_role": "kv_both", "dp_size": 2},
-            "Invalid JSON data: not supported yet: `dp_size`, `kv_role`",
+            LEAST | {"dp_rank": 1, "dp_size": 2},
+            "Invalid JSON data: not supported yet: `dp_rank`, `dp_size`",
         ),
     ],
 )

@@ -74,7 +74,7 @@ class TestJoining:
             assert [path for path, _ in server.requests] == ["/health", "/v1/models", "/server_info", "/model_info"]
             assert all(headers["authorization"] == "Bearer s3cret" for _, headers in server.requests)
             assert all(headers["host"] == f"127.0.0.1:{server.port}" for _, headers in server.requests)
-            assert (worker.model_ids, worker.bootstrap_port) == (("tiny",), 8998)
+            assert (worker.model_ids, worker.bootstrap_port) == (("tiny",), server.bootstrap_port)
             assert f.registry.trouble(worker) == ""
 
     async def test_workers_registered_before_the_start_are_watched(self) -> None:
@@ -257,13 +257,15 @@ class TestIdentity:
             assert server.count("/server_info") == 1
 
     async def test_a_contradicting_bootstrap_port_is_said_but_obeyed(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with engine() as server, fleet() as f:
-            worker = f.registry.add(spec(P, server.url, bootstrap_port=9000))
+        async with engine() as server, engine() as other, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, bootstrap_port=other.bootstrap_port))
             await until(f.registry, lambda: worker.usable)
-            trouble = "registered with bootstrap port 9000, but the server says 8998"
+            trouble = (
+                f"registered with bootstrap port {other.bootstrap_port}, but the server says {server.bootstrap_port}"
+            )
             assert f.registry.trouble(worker) == trouble
             assert trouble in caplog.text
-            assert worker.bootstrap_port == 9000
+            assert worker.bootstrap_port == other.bootstrap_port
 
 
 class TestAddresses:

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from extproc.workers.client import Answer, NoAnswerError
-from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_role, read_metadata
+from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
 from extproc.workers.worker import Role
 
 MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "sglang", "max_model_len": 2048}]}
@@ -124,12 +124,39 @@ async def test_a_worker_that_says_nothing_is_unknown() -> None:
     assert await read_metadata(Site({})) == Metadata()
 
 
-async def test_another_runtime_is_not_asked_sglangs_questions() -> None:
-    site = Site({"/v1/models": {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 7}]}})
+# As the peer's reference capture 30v_nixl_registration_by_post has them.
+VLLM_MODELS = {"data": [{"id": "tiny", "owned_by": "vllm", "root": "MODEL_DIR", "parent": None, "max_model_len": 2048}]}
+
+
+async def test_a_vllm_worker_is_described_as_the_peer_does() -> None:
+    site = Site({"/v1/models": VLLM_MODELS, "/version": {"version": "0.32.0"}})
     found = await read_metadata(site)
-    assert (found.runtime, found.model_ids, found.labels) == ("vllm", ("m",), {"max_model_len": "7"})
-    assert site.asked == ["/v1/models"]
-    assert (await read_metadata(site, "sglang")).runtime == "sglang"
+    assert found == Metadata(
+        model_ids=("tiny",),
+        cards=({"id": "tiny", "model_type": ["chat", "completions", "responses", "tools"], "context_length": 2048},),
+        labels={
+            "served_model_name": "tiny",
+            "model_path": "MODEL_DIR",
+            "max_model_len": "2048",
+            "version": "0.32.0",
+        },
+        runtime="vllm",
+    )
+    assert site.asked == ["/v1/models", "/version"]
+
+
+async def test_a_vllm_worker_is_never_asked_sglangs_questions() -> None:
+    for runtime in (None, "vllm"):
+        site = Site({"/v1/models": VLLM_MODELS})
+        assert (await read_metadata(site, runtime)).runtime == "vllm"
+        assert site.asked == ["/v1/models", "/version"]
+    assert (await read_metadata(Site({"/v1/models": VLLM_MODELS}), "sglang")).runtime == "sglang"
+
+
+async def test_a_server_that_owns_no_model_may_still_tell_its_version() -> None:
+    assert (await read_metadata(Site({"/version": {"version": "0.32.0"}}))).runtime == "vllm"
+    site = Site({"/version": {"release": 7}, "/server_info": SERVER_INFO})
+    assert (await read_metadata(site)).runtime == "sglang"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/model_info"])
@@ -177,12 +204,14 @@ async def test_a_senseless_bootstrap_port_is_none(port: object) -> None:
 def test_the_role_must_be_the_servers(role: Role, mode: str | None, problem: str | None) -> None:
     found = Metadata(runtime="sglang", disaggregation_mode=mode)
     if problem is None:
-        check_role(role, found)
+        check_kind(role, "", found)
     else:
         with pytest.raises(MismatchError, match=problem):
-            check_role(role, found)
+            check_kind(role, "", found)
 
 
-def test_a_runtime_without_a_handoff_is_kept_out() -> None:
-    with pytest.raises(MismatchError, match="runtime vllm is not supported yet"):
-        check_role(Role.PREFILL, Metadata(runtime="vllm"))
+def test_a_connector_needs_a_vllm_server() -> None:
+    check_kind(Role.PREFILL, "NixlConnector", Metadata(runtime="vllm"))
+    check_kind(Role.PREFILL, "NixlConnector", Metadata())
+    with pytest.raises(MismatchError, match="registered with kv_connector NixlConnector, but the server is SGLang"):
+        check_kind(Role.PREFILL, "NixlConnector", Metadata(runtime="sglang"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from extproc.workers.kv_engines import shown_id
+from extproc.workers.pairing import pairing_key
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status, Worker
 
@@ -50,6 +52,9 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "models": worker.cards,
         "labels": worker.labels,
         "bootstrap_port": worker.bootstrap_port,
+        "kv_connector": worker.kv_connector,
+        "kv_role": worker.kv_role,
+        "kv_engine_id": spec.kv.engine_id or shown_id(worker.kv_engines),
         "health": health,
         # Ours: the peer says nothing of why a worker is out.
         "status_reason": registry.trouble(worker),
@@ -69,7 +74,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "status": worker.status.value,
         "load": worker.load,
         "http2": False,
-        "pd_pairing": f"{worker.runtime}/?/?",
+        "pd_pairing": pairing_key(worker),
     }
 
 

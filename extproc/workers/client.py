@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -65,22 +66,45 @@ class WorkerClient:
 
         ``ip`` None asks where Envoy sends the worker's requests. Redirects are not followed. Raises NoAnswerError.
         """
-        session = self._open()
-        ip = ip or _ip_of(worker)
-        url = URL.build(scheme=worker.url.scheme, host=ip, port=worker.url.port).join(URL(path, encoded=True))
-        headers = {"host": worker.url.authority, "accept": "*/*"}
+        headers = {"host": worker.url.authority}
         if worker.api_key:
             headers["authorization"] = f"Bearer {worker.api_key}"
-        timeout = aiohttp.ClientTimeout(total=within, sock_connect=self._connect_limit)
-        secure = worker.url.scheme == "https"
+        url = URL.build(scheme=worker.url.scheme, host=ip or _ip_of(worker), port=worker.url.port)
+        return await self._get(url, path, headers, within, worker.url.host if worker.url.scheme == "https" else None)
+
+    async def get_beside(self, worker: Worker, port: int, path: str, *, within: float, ip: str | None = None) -> Answer:
+        """``GET path`` of another server on the worker's host: plain HTTP, and not shown the worker's key.
+
+        Else as :meth:`get`.
+        """
+        headers = {"host": f"{worker.url.bracketed_host}:{port}"}
+        return await self._get(URL.build(scheme="http", host=ip or _ip_of(worker), port=port), path, headers, within)
+
+    async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
+        """Whether anything listens on another port of the worker's host; raises UnreachableError when nothing does."""
         try:
-            async with session.get(
-                url,
-                headers=headers,
+            async with asyncio.timeout(self._connect_limit):
+                _, writer = await asyncio.open_connection(ip or _ip_of(worker), port)
+        except TimeoutError:
+            raise UnreachableError(f"no connection within {self._connect_limit:g} s") from None
+        except OSError as error:
+            raise UnreachableError(_cause(error)) from None
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+    async def _get(
+        self, base: URL, path: str, headers: dict[str, str], within: float, tls_name: str | None = None
+    ) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=within, sock_connect=self._connect_limit)
+        try:
+            async with self._open().get(
+                base.join(URL(path, encoded=True)),
+                headers={**headers, "accept": "*/*"},
                 allow_redirects=False,
                 timeout=timeout,
-                ssl=(self._tls or True) if secure else True,
-                server_hostname=worker.url.host if secure else None,
+                ssl=(self._tls or True) if tls_name else True,
+                server_hostname=tls_name,
             ) as response:
                 body = await _read(response)
                 return Answer(response.status, response.headers.get("content-type", ""), body)

@@ -61,6 +61,15 @@ class Monitor:
         if watch is not None:
             watch.report_unreachable()
 
+    def report_failure(self, worker: Worker) -> None:
+        """A request to ``worker`` failed otherwise (connection lost, 5xx): look at it, and ask again what it is.
+
+        Cheap and safe to call for every failed request.
+        """
+        watch = self._watches.get(worker.id)
+        if watch is not None:
+            watch.report_failure()
+
     def _changed(self, worker: Worker, change: Change) -> None:
         if change is Change.ADDED:
             self._watch(worker)

@@ -1,7 +1,7 @@
 """What a worker says of itself: models, engine settings, and whether it is the kind of worker it is registered as.
 
 SGLang: ``/v1/models``, ``/server_info`` and ``/model_info``; in older versions the latter two begin with ``get_``.
-The labels are those the peer shows for such a worker.
+vLLM: ``/v1/models`` and ``/version``. The labels are those the peer shows for such a worker.
 """
 
 from __future__ import annotations
@@ -78,17 +78,19 @@ async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
     """
     models = _models(await _ask_json(ask, "/v1/models"))
     runtime = runtime or _owner(models)
-    if runtime not in (None, "sglang"):
-        return _assemble(models, {}, {}, runtime)
+    if runtime != "sglang":
+        version = await _ask_json(ask, "/version")
+        if runtime is not None or isinstance(version.get("version"), str):
+            return _of_vllm(models, version)
     server = await _ask_json(ask, "/server_info", "/get_server_info")
     model = await _ask_json(ask, "/model_info", "/get_model_info")
     return _assemble(models, server, model, runtime or ("sglang" if server else None))
 
 
-def check_role(role: Role, found: Metadata) -> None:
-    """Raise MismatchError when a worker of this kind cannot do what ``role`` asks of it."""
-    if found.runtime not in (None, "sglang"):
-        raise MismatchError(f"runtime {found.runtime} is not supported yet")
+def check_kind(role: Role, connector: str, found: Metadata) -> None:
+    """Raise MismatchError when a worker of this kind cannot do what ``role`` asks of it, or has no ``connector``."""
+    if connector and found.runtime == "sglang":
+        raise MismatchError(f"registered with kv_connector {connector}, but the server is SGLang, which has none")
     mode = found.disaggregation_mode
     if mode is None:
         return
@@ -134,6 +136,18 @@ def _owner(models: Sequence[Mapping[str, object]]) -> str | None:
         if isinstance(owner, str) and owner in _OWNERS:
             return _OWNERS[owner]
     return None
+
+
+def _of_vllm(models: Sequence[Mapping[str, object]], version: Mapping[str, object]) -> Metadata:
+    """The first model listed is the base model; LoRA adapters follow it."""
+    first = models[0] if models else {}
+    said = {"served_model_name": first.get("id"), "model_path": first.get("root"), "version": version.get("version")}
+    return Metadata(
+        model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in models)),
+        cards=tuple(_card(entry, {"is_generation": True}) for entry in models),
+        labels=_labels(said, tuple(said)) | _labels(first, ("max_model_len",)),
+        runtime="vllm",
+    )
 
 
 def _assemble(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from extproc.workers.pairing import may_pair, why_none
 from extproc.workers.worker import Role, Worker
 
 
@@ -19,9 +20,9 @@ class Readiness:
 
 
 def assess(workers: Sequence[Worker]) -> Readiness:
-    """Ready means: one usable prefill worker and one usable decode worker have a model in common."""
+    """Ready means: a usable prefill and a usable decode worker may be paired and have a model in common."""
     usable = [worker for worker in workers if worker.usable]
-    reason = _missing_role(workers) or _missing_model(usable)
+    reason = _missing_role(workers) or _missing_pair(usable)
     return Readiness(not reason, reason, len(usable), len(workers))
 
 
@@ -34,11 +35,21 @@ def _missing_role(workers: Sequence[Worker]) -> str:
     return ", ".join(missing)
 
 
-def _missing_model(usable: Sequence[Worker]) -> str:
-    prefill = [worker.model_ids for worker in usable if worker.role is Role.PREFILL]
-    decode = [worker.model_ids for worker in usable if worker.role is Role.DECODE]
-    if () in prefill or () in decode:
+def _missing_pair(usable: Sequence[Worker]) -> str:
+    prefills = [worker for worker in usable if worker.role is Role.PREFILL]
+    decodes = [worker for worker in usable if worker.role is Role.DECODE]
+    # Sets: a large fleet has few kinds of workers.
+    kinds = [{(worker.model_ids, worker.pairing): worker for worker in side}.values() for side in (prefills, decodes)]
+    alike = [(one, other) for one in kinds[0] for other in kinds[1] if _share_model(one, other)]
+    if not alike:
+        return "no model is served by both a usable prefill worker and a usable decode worker"
+    if any(may_pair(one, other) for one, other in alike):
         return ""
-    if {model for ids in prefill for model in ids} & {model for ids in decode for model in ids}:
-        return ""
-    return "no model is served by both a usable prefill worker and a usable decode worker"
+    return why_none([one for one, _ in alike], [other for _, other in alike])
+
+
+def _share_model(one: Worker, other: Worker) -> bool:
+    """Whether both serve some model; a worker that has not said which serves any."""
+    if one.model_ids == other.model_ids or not one.model_ids or not other.model_ids:
+        return True
+    return not set(one.model_ids).isdisjoint(other.model_ids)

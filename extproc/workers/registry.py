@@ -15,11 +15,12 @@ from enum import Enum
 
 from extproc.workers.addresses import Addresses
 from extproc.workers.identity import new_worker_id
+from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.spec import WorkerSpec
-from extproc.workers.worker import KvEngine, Role, Status, Worker
+from extproc.workers.worker import MOONCAKE, KvEngine, Role, Status, Worker
 
 Subscriber = Callable[[Worker, "Change"], None]
 
@@ -168,6 +169,8 @@ class Registry:
         # Only vLLM has connectors.
         worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
         worker.update_pairing()
+        if spec.role is Role.PREFILL and spec.kv.connector == MOONCAKE:
+            worker.kv_engines = of_registration(spec.kv.engine_id, spec.labels)
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record

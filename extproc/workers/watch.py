@@ -9,10 +9,11 @@ import secrets
 import time
 from contextlib import suppress
 
+from extproc.workers import bootstrap
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
-from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_role, read_metadata
+from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.worker import Role, Status, Worker
@@ -56,8 +57,13 @@ class Watch:
         self._reported = False  # the data path complained while a probe was under way
         # What it is.
         self._identified = False
+        self._identified_at = -math.inf
+        self._doubted = False  # a request to it failed in a way that a restarted server may explain
         self._identity_trouble = ""
         self._identity_tries = 0
+        self._settled = False  # there is nothing more to learn from its bootstrap server
+        self._bootstrap_trouble = ""
+        self._warned = ""
 
     async def run(self) -> None:
         """Look, rest, look again, until cancelled."""
@@ -74,7 +80,19 @@ class Watch:
 
     def report_unreachable(self) -> None:
         """Bring the next probe of a READY worker forward, though not closer than ``Pace`` allows."""
-        if self._settings.enabled and self._state.status is Status.READY:
+        if self._settings.enabled:
+            self._bring_forward()
+
+    def report_failure(self) -> None:
+        """Likewise, and ask a worker that has not just said what it is: it may have been restarted."""
+        if time.monotonic() - self._identified_at >= self._pace.doubt:
+            self._doubted = True
+            self._bring_forward()
+        else:
+            self.report_unreachable()
+
+    def _bring_forward(self) -> None:
+        if self._state.status is Status.READY:
             self._reported = True
             self._probe_at = min(self._probe_at, self._probed_at + self._pace.report)
             self._wake.set()
@@ -91,7 +109,7 @@ class Watch:
         except EndpointTakenError as error:
             self._taken = str(error)
         if self._ip != before:
-            self._identified = False
+            self._forget()
             self._probe_at = time.monotonic()
         fixed = literal(url.host) is not None and not self._taken
         self._resolve_at = math.inf if fixed else time.monotonic() + self._jittered(self._pace.resolve)
@@ -99,6 +117,9 @@ class Watch:
     async def _look(self) -> None:
         async with self._gate:
             self._reported = False
+            if self._doubted:
+                self._doubted = False
+                self._forget()
             reason = await self._examine()
         self._registry.set_status(self._worker, self._state.status, reason)
         self._probed_at = time.monotonic()
@@ -120,21 +141,28 @@ class Watch:
             self._refused = False
             if not self._identified:
                 await self._identify()
+            if not self._settled:
+                await self._look_at_bootstrap()
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
-            self._identified = False  # it may come back as another
+            self._forget()  # it may come back as another
             self._state.failed()
             return str(error)
         except MismatchError as error:
             self._state.unfit()
             return str(error)
         self._state.succeeded()
-        return "; ".join(filter(None, (self._lookup_trouble, self._identity_trouble)))
+        own = "; ".join(filter(None, (self._identity_trouble, self._bootstrap_trouble)))
+        self._warn(own if self._identified else "")
+        return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
         answer = await self._get(self._settings.endpoint)
         if not answer.ok:
             raise NoAnswerError(f"GET {self._settings.endpoint}: HTTP {answer.status}")
+
+    def _forget(self) -> None:
+        self._identified = self._settled = False
 
     async def _identify(self) -> None:
         """Ask the worker what it is. One that does not say serves anything, and is asked again."""
@@ -144,15 +172,34 @@ class Watch:
         except MetadataError as error:
             self._identity_trouble = f"cannot learn what it serves: {error}"
             return
-        check_role(self._worker.role, found)
+        check_kind(self._worker.role, self._spec.kv.connector, found)
         self._identified = True
+        self._settled = False
+        self._identified_at = time.monotonic()
         self._identity_tries = 0
-        self._identity_trouble = self._contradiction(found)
-        if self._identity_trouble:
-            _logger.warning(self._identity_trouble, extra={"worker": str(self._worker.url)})
         self._registry.describe(self._worker, found)
+        self._identity_trouble = self._contradiction(found)
+
+    async def _look_at_bootstrap(self) -> None:
+        """Before requests come: a decode that is told a former engine id does not get the cache."""
+        self._identity_tries += 1
+        found = await bootstrap.look(
+            self._client, self._worker, self._spec.kv.engine_id, ip=self._ip or "", within=self._settings.timeout
+        )
+        self._settled, self._bootstrap_trouble = found.settled, found.trouble
+        if self._identified and self._settled:
+            self._identity_tries = 0
+        self._registry.set_engines(self._worker, found.engines)
+
+    def _warn(self, trouble: str) -> None:
+        """Log what is wrong with a worker that is usable all the same, once."""
+        if trouble and trouble != self._warned:
+            _logger.warning(trouble, extra={"worker": str(self._worker.url)})
+        self._warned = trouble
 
     def _contradiction(self, found: Metadata) -> str:
+        if self._worker.runtime == "vllm" and not self._worker.kv_connector:
+            return "no kv_connector registered: whatever the prefill returns is relayed"
         registered, own = self._spec.bootstrap_port, found.bootstrap_port
         if self._worker.role is Role.PREFILL and registered is not None and own is not None and registered != own:
             return f"registered with bootstrap port {registered}, but the server says {own}"
@@ -172,7 +219,7 @@ class Watch:
             return pace.report
         if state.failures:
             return min(settings.interval, pace.confirm if self._refused else pace.seek)
-        if not self._identified:
+        if not self._identified or not self._settled:
             return self._backoff(self._identity_tries)
         return settings.interval if settings.enabled else math.inf
 

@@ -175,6 +175,6 @@ class Worker:
 
     @property
     def transport(self) -> str:
-        """How the worker moves KV cache; see Pairing. SGLang's backend is not told over HTTP, but a label may say it."""
+        """How the worker moves KV cache; see Pairing. Of SGLang a label may say it."""
         said = self.kv_connector or self.labels.get("disaggregation_transfer_backend", "")
         return _TRANSPORTS.get(said, said.lower()) or UNKNOWN
