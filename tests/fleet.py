@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
+from extproc.workers.client import WorkerClient
 from extproc.workers.endpoints import Endpoint, Snapshot
+from extproc.workers.health import Monitor
+from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Registry
+from extproc.workers.resolver import Resolver
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
 
 LONG = 20.0  # seconds; how long a test waits for what should be there in milliseconds
+FAST = HealthSettings(timeout=LONG, interval=0.02)
+SLOW = HealthSettings(timeout=LONG, interval=60)  # what happens within a test was not waited for
+PACE = Pace(seek=0.01, confirm=0.005, report=0.02, resolve=0.02)
 
 
 @dataclass
@@ -213,3 +220,45 @@ async def engine(**settings: Any) -> AsyncIterator[Engine]:
         yield server
     finally:
         await server.stop()
+
+
+class Fleet:
+    """A registry, its monitor and a name server."""
+
+    def __init__(self, settings: HealthSettings, pace: Pace = PACE) -> None:
+        self.names: dict[str, Sequence[str]] = {}
+        self.looked_up = 0
+        self.envoy = FakeEnvoy()
+        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
+        self.client = WorkerClient()
+        self.monitor = Monitor(
+            self.registry, self.client, settings=settings, resolver=Resolver(self._lookup), pace=pace
+        )
+
+    async def _lookup(self, host: str, _port: int) -> Sequence[str]:
+        self.looked_up += 1
+        if host not in self.names:
+            raise OSError(-2, "Name or service not known")
+        return self.names[host]
+
+    async def becomes(self, worker: Worker, status: Status) -> None:
+        await until(self.registry, lambda: worker.status is status)
+
+    async def is_said(self, worker: Worker, text: str) -> None:
+        """Wait until the worker's trouble contains ``text``; reasons alone are not told to subscribers."""
+        await eventually(lambda: text in self.registry.trouble(worker))
+
+
+@asynccontextmanager
+async def fleet(settings: HealthSettings = SLOW, pace: Pace = PACE) -> AsyncIterator[Fleet]:
+    """A running :class:`Fleet`; afterwards nothing of it may be left."""
+    made = Fleet(settings, pace)
+    made.monitor.start()
+    try:
+        yield made
+    finally:
+        await made.monitor.stop()
+        await made.registry.close()
+        await made.client.close()
+    ours = ("watch-", "drain-", "retire-", "publish-")
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith(ours)] == []

@@ -178,6 +178,64 @@ class TestWorkers:
         }
         assert "s3cret" not in answer.text
 
+    async def test_a_vllm_worker_is_shown_as_the_peer_does(self, api: Api) -> None:
+        api.monitor.start()
+        async with engine(owner="vllm", engine_ids={"0": "engine-abc"}) as server:
+            body = {
+                "url": server.url,
+                "worker_type": "prefill",
+                "kv_connector": "MooncakeConnector",
+                "kv_role": "kv_producer",
+                "bootstrap_port": server.bootstrap_port,
+            }
+            worker_id = (await api.ask("POST", "/workers", json=body)).json["worker_id"]
+            worker = api.registry.get(worker_id)
+            assert worker is not None
+            await until(api.registry, lambda: worker.usable)
+            answer = await api.get(f"/workers/{worker_id}")
+        # As the peer's reference capture 30v_mooncake_registration_by_post has it; the peer has to be told the id.
+        assert answer.json == {
+            "id": worker_id,
+            "model_id": "tiny",
+            "url": server.url,
+            "models": [
+                {"id": "tiny", "model_type": ["chat", "completions", "responses", "tools"], "context_length": 2048}
+            ],
+            "worker_type": "prefill",
+            "connection_mode": "http",
+            "runtime_type": "vllm",
+            "labels": {
+                "model_path": "/models/tiny",
+                "max_model_len": "2048",
+                "served_model_name": "tiny",
+                "version": "0.32.0",
+            },
+            "priority": 50,
+            "cost": 1.0,
+            "bootstrap_port": server.bootstrap_port,
+            "kv_connector": "MooncakeConnector",
+            "kv_role": "kv_producer",
+            "kv_engine_id": "engine-abc",
+            "max_connection_attempts": 20,
+            "is_healthy": True,
+            "status": "ready",
+            "load": 0,
+            "http2": False,
+            "pd_pairing": "vllm/mooncake/?",
+        }
+
+    async def test_a_registered_engine_id_is_shown_as_registered(self, api: Api) -> None:
+        body = {
+            "url": "http://10.0.0.1:1",
+            "worker_type": "prefill",
+            "kv_connector": "MooncakeConnector",
+            "kv_engine_id": "e",
+            "labels": {"dp_size": "2", "pairing_protocol": "ours"},
+        }
+        location = (await api.ask("POST", "/workers", json=body)).headers["location"]
+        shown = (await api.get(location)).json
+        assert (shown["kv_engine_id"], shown["runtime_type"], shown["pd_pairing"]) == ("e", "vllm", "ours")
+
     async def test_the_list_counts_and_filters(self, api: Api) -> None:
         a = add_ready(api.registry, P, "http://10.0.0.1:1", "a")
         b = add_ready(api.registry, D, "http://10.0.0.2:1", "b")

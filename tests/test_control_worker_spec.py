@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from extproc.control.worker_spec import SpecError, parse_worker_spec
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.spec import HealthOverrides, WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
 
@@ -70,6 +71,53 @@ def test_the_peers_alias_and_nulls() -> None:
     assert parsed(api_key=None, bootstrap_port=None, kv_role=None) == parsed()
 
 
+def test_how_the_cache_is_moved() -> None:
+    spec = parsed(
+        worker_type="prefill",
+        runtime="vllm",
+        kv_connector="MooncakeConnector",
+        kv_role="kv_producer",
+        kv_engine_id="e",
+        bootstrap_port=8999,
+    )
+    assert (spec.kv, spec.bootstrap_port, spec.runtime) == (
+        KvConfig("MooncakeConnector", "kv_producer", "e"),
+        8999,
+        "vllm",
+    )
+
+
+def test_labels_of_the_same_names_are_lifted_and_the_field_wins() -> None:
+    labels = {
+        "kv_connector": "MooncakeConnector",
+        "kv_role": "kv_both",
+        "kv_engine_id": "e",
+        "bootstrap_port": "8999",
+        "zone": "a",
+    }
+    spec = parsed(worker_type="prefill", labels=labels)
+    assert (spec.kv, spec.bootstrap_port) == (KvConfig("MooncakeConnector", "kv_both", "e"), 8999)
+    assert spec.labels == {"zone": "a"}
+    won = parsed(worker_type="prefill", labels=labels, kv_engine_id="f", bootstrap_port=None)
+    assert (won.kv.engine_id, won.bootstrap_port) == ("f", 8999)
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
+def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FBT001 - a parameter
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [
+                {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+                {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            ]
+        },
+    }
+    spec = parsed(kv_transfer_config=orjson.dumps(config).decode() if text else config)
+    assert spec.kv == KvConfig("NixlConnector", "kv_both")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -126,6 +174,24 @@ def test_the_peers_alias_and_nulls() -> None:
         (LEAST | {"health": {"timeout": 1}}, "Invalid JSON data: unknown field `health.timeout`"),
         (LEAST | {"bootstrap_prot": 1}, "Invalid JSON data: unknown field `bootstrap_prot`"),
         (LEAST | {"zone": None}, "Invalid JSON data: unknown field `zone`"),
+        (LEAST | {"kv_connector": ""}, "Invalid JSON data: kv_connector: "),
+        (LEAST | {"kv_role": "both"}, "Invalid JSON data: kv_role: unknown variant 'both', expected one of "),
+        (LEAST | {"labels": {"kv_role": "both"}}, "Invalid JSON data: kv_role: unknown variant 'both'"),
+        (LEAST | {"labels": {"bootstrap_port": "x"}}, "Invalid JSON data: bootstrap_port: expected a valid integer"),
+        (LEAST | {"kv_role": "kv_producer"}, "Invalid JSON data: registered as decode, but kv_role is kv_producer"),
+        (
+            LEAST | {"kv_connector": "MultiConnector"},
+            (
+                "Invalid JSON data: MultiConnector does not say which of its connectors moves the cache: "
+                "register that one's name, or give the engine's kv_transfer_config"
+            ),
+        ),
+        (LEAST | {"kv_transfer_config": []}, "Invalid JSON data: kv_transfer_config"),
+        (LEAST | {"kv_transfer_config": "{"}, "Invalid JSON data: kv_transfer_config: not JSON"),
+        (
+            LEAST | {"runtime_type": "sglang", "kv_connector": "NixlConnector"},
+            "Invalid JSON data: kv_connector NixlConnector: SGLang workers have none",
+        ),
         (
             LEAST | {"dp_rank": 1, "dp_size": 2},
             "Invalid JSON data: not supported yet: `dp_rank`, `dp_size`",

@@ -4,66 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 
 import pytest
-from fleet import LONG, Engine, FakeEnvoy, engine, eventually, spec, until
+from fleet import FAST, SLOW, Engine, Fleet, engine, eventually, fleet, spec, until
 
-from extproc.workers.client import WorkerClient
-from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings, Pace
-from extproc.workers.registry import Change, Registry
-from extproc.workers.resolver import Resolver
+from extproc.workers.registry import Change
 from extproc.workers.spec import HealthOverrides
-from extproc.workers.worker import Role, Status, Worker
+from extproc.workers.worker import Role, Status
 
 P, D = Role.PREFILL, Role.DECODE
-FAST = HealthSettings(timeout=LONG, interval=0.02)
-SLOW = HealthSettings(timeout=LONG, interval=60)  # what happens within a test was not waited for
-PACE = Pace(seek=0.01, confirm=0.005, report=0.02, resolve=0.02)
-
-
-class Fleet:
-    """A registry, its monitor and a name server."""
-
-    def __init__(self, settings: HealthSettings, pace: Pace = PACE) -> None:
-        self.names: dict[str, Sequence[str]] = {}
-        self.looked_up = 0
-        self.envoy = FakeEnvoy()
-        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
-        self.client = WorkerClient()
-        self.monitor = Monitor(
-            self.registry, self.client, settings=settings, resolver=Resolver(self._lookup), pace=pace
-        )
-
-    async def _lookup(self, host: str, _port: int) -> Sequence[str]:
-        self.looked_up += 1
-        if host not in self.names:
-            raise OSError(-2, "Name or service not known")
-        return self.names[host]
-
-    async def becomes(self, worker: Worker, status: Status) -> None:
-        await until(self.registry, lambda: worker.status is status)
-
-    async def is_said(self, worker: Worker, text: str) -> None:
-        """Wait until the worker's trouble contains ``text``; reasons alone are not told to subscribers."""
-        await eventually(lambda: text in self.registry.trouble(worker))
-
-
-@asynccontextmanager
-async def fleet(settings: HealthSettings = SLOW, pace: Pace = PACE) -> AsyncIterator[Fleet]:
-    """A running :class:`Fleet`; afterwards nothing of it may be left."""
-    made = Fleet(settings, pace)
-    made.monitor.start()
-    try:
-        yield made
-    finally:
-        await made.monitor.stop()
-        await made.registry.close()
-        await made.client.close()
-    ours = ("watch-", "drain-", "retire-", "publish-")
-    assert [task for task in asyncio.all_tasks() if task.get_name().startswith(ours)] == []
 
 
 class TestJoining:

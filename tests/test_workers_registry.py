@@ -12,9 +12,10 @@ from fleet import FakeEnvoy, add_ready, endpoint, eventually, spec, until
 
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.endpoints import Endpoint, Snapshot
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Change, Registry, WorkerExistsError
-from extproc.workers.worker import Role, Status, Worker
+from extproc.workers.worker import MOONCAKE, NIXL, Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -189,6 +190,25 @@ class TestReadiness:
         state = registry.readiness()
         assert (state.ready, state.reason) == (not reason, reason)
         assert (state.usable_workers, state.total_workers) == (len(workers), len(workers))
+
+    async def test_needs_a_pair_that_can_hand_the_cache_over(self, registry: Registry) -> None:
+        """The peer says ready here and answers every request with 503."""
+
+        def add(role: Role, number: int, connector: str, model: str) -> Worker:
+            worker = registry.add(spec(role, f"http://10.0.0.{number}:8000", kv=KvConfig(connector)))
+            registry.describe(worker, Metadata(model_ids=(model,), runtime="vllm"))
+            registry.place(worker, worker.url.host)
+            registry.set_status(worker, Status.READY)
+            return worker
+
+        workers = [add(P, 1, NIXL, "m"), add(D, 2, MOONCAKE, "m"), add(D, 3, NIXL, "other")]
+        await until(registry, lambda: all(worker.usable for worker in workers))
+        assert registry.readiness().reason == (
+            "no usable prefill and decode worker share a KV transfer protocol "
+            "(mismatch on transport; prefill: vllm/nixl/?; decode: vllm/mooncake/?)"
+        )
+        add(D, 4, "", "m")
+        await until(registry, lambda: registry.readiness().ready)
 
     async def test_counts_only_usable_workers(self, registry: Registry) -> None:
         prefill = add_ready(registry, P, "http://10.0.0.1:8000")

@@ -17,6 +17,13 @@ def may_pair(prefill: Worker, decode: Worker) -> bool:
     return prefill.pairing == decode.pairing or not mismatch(prefill.pairing, decode.pairing)
 
 
+def share_model(one: Worker, other: Worker) -> bool:
+    """Whether both serve some model; a worker that has not said which serves any."""
+    if one.model_ids == other.model_ids or not one.model_ids or not other.model_ids:
+        return True
+    return not set(one.model_ids).isdisjoint(other.model_ids)
+
+
 def pairing_key(worker: Worker) -> str:
     """What the control API shows as ``pd_pairing``: runtime, transport and KV layout, which nobody tells over HTTP."""
     runtime, transport, protocol = worker.pairing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from extproc.workers.pairing import may_pair, why_none
+from extproc.workers.pairing import may_pair, share_model, why_none
 from extproc.workers.worker import Role, Worker
 
 
@@ -40,16 +40,9 @@ def _missing_pair(usable: Sequence[Worker]) -> str:
     decodes = [worker for worker in usable if worker.role is Role.DECODE]
     # Sets: a large fleet has few kinds of workers.
     kinds = [{(worker.model_ids, worker.pairing): worker for worker in side}.values() for side in (prefills, decodes)]
-    alike = [(one, other) for one in kinds[0] for other in kinds[1] if _share_model(one, other)]
+    alike = [(one, other) for one in kinds[0] for other in kinds[1] if share_model(one, other)]
     if not alike:
         return "no model is served by both a usable prefill worker and a usable decode worker"
     if any(may_pair(one, other) for one, other in alike):
         return ""
     return why_none([one for one, _ in alike], [other for _, other in alike])
-
-
-def _share_model(one: Worker, other: Worker) -> bool:
-    """Whether both serve some model; a worker that has not said which serves any."""
-    if one.model_ids == other.model_ids or not one.model_ids or not other.model_ids:
-        return True
-    return not set(one.model_ids).isdisjoint(other.model_ids)
