@@ -7,12 +7,13 @@ from typing import Any
 
 import orjson
 
+from extproc.mock.api import Reply, named_event
 from extproc.mock.generation import Limits
+from extproc.mock.prompts import chat_prompt
 from extproc.mock.sglang import bodies
-from extproc.mock.sglang.api import Api, Reply, named_event
+from extproc.mock.sglang.api import Api
 from extproc.mock.sglang.batch import Sampling, Spread, one
 from extproc.mock.sglang.engine import Batch, Mode, Sequence
-from extproc.mock.sglang.openai import chat_prompt
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 _ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}

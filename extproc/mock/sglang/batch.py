@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from extproc.mock.engine import InternalError, RequestError
 from extproc.mock.generation import CONTEXT, Limits, Prompt
-from extproc.mock.sglang.engine import Batch, InternalError, LogprobOptions, RequestError, Room, Sequence, new_rid
+from extproc.mock.sglang.engine import Batch, LogprobOptions, Room, Sequence, new_rid
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def one(prompt: Prompt, sampling: Sampling, spread: Spread, logprobs: LogprobOpt
     if isinstance(spread.rid, list):
         raise InternalError("unhashable type: 'list'")
     room = Room(spread.room, spread.host, spread.port)
-    return Batch([Sequence(prompt, sampling.sample(0), spread.rid or new_rid(), room, logprobs)])
+    limits, rid = sampling.sample(0), spread.rid or new_rid()
+    return Batch([Sequence(prompt=prompt, limits=limits, rid=rid, room=room, logprobs=logprobs)])
 
 
 def several(
@@ -60,7 +62,9 @@ def several(
         _check(prompts[number], sampling(number))
         room = Room(_room(spread.room, number), _item(spread.host, number), _item(spread.port, number))
         limits = sampling(number).sample(sample)
-        sequences.append(Sequence(prompts[number], limits, rid, room, logprobs(number), index))
+        sequences.append(
+            Sequence(prompt=prompts[number], limits=limits, rid=rid, room=room, logprobs=logprobs(number), index=index)
+        )
     return Batch(sequences, samples, single=False)
 
 

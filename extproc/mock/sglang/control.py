@@ -9,11 +9,12 @@ from urllib.parse import parse_qs
 
 import orjson
 
+from extproc.mock.api import Reply, parse
 from extproc.mock.exchange import TEXT, Exchange
+from extproc.mock.prompts import chat_prompt
+from extproc.mock.runner import send
 from extproc.mock.sglang import bodies, info
-from extproc.mock.sglang.api import Reply, error, parse, parse_v1
-from extproc.mock.sglang.openai import chat_prompt
-from extproc.mock.sglang.runner import send
+from extproc.mock.sglang.api import error, parse_v1
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -1,15 +1,15 @@
-"""What happens behind the mock's HTTP front: sequences, the hand-off between the two legs, pacing, aborts."""
+"""SGLang behind the mock's HTTP front: the hand-off between the two legs, and what its scheduler does not survive."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from extproc.mock.generation import Limits, Prompt, Text, word, write
+from extproc.mock import engine
+from extproc.mock.engine import CrashError, Pace, RequestError
+from extproc.mock.generation import Text, word, write
 from extproc.mock.sglang.rendezvous import (
     ABORTED,
     DEFAULT_PORT,
@@ -22,7 +22,6 @@ from extproc.mock.sglang.rendezvous import (
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import AsyncIterator
 
 LARGEST_ROOM = 2**63 - 1
 FAKE_HOST = "2.2.2.2"  # the engine's own health checks and warm-up use it: no transfer takes place
@@ -34,18 +33,6 @@ class Mode(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     REGULAR = "null"
-
-
-class RequestError(Exception):
-    """A request that the engine refuses before any sequence runs (a ``ValueError`` there): status 400."""
-
-
-class InternalError(Exception):
-    """A request over which the engine's front end trips: status 500."""
-
-
-class CrashError(Exception):
-    """A request that ends the engine's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,61 +54,15 @@ class LogprobOptions:
     with_text: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(engine.Sequence):
     """One text being written."""
 
-    prompt: Prompt
-    limits: Limits
-    rid: str
     room: Room = Room()
     logprobs: LogprobOptions | None = None
-    index: int = 0
-    text: Text = field(default_factory=lambda: Text([], []))
-    written: int = 0  # tokens so far
-    finish: dict[str, object] | None = None  # the engine's finish_reason, once over
-    stopper: Future[None] | None = None  # done: aborted
-    begun: float = field(default_factory=time.time)
-
-    @property
-    def failure(self) -> int | None:
-        """The HTTP status if the sequence failed; an abort of a running sequence is no failure."""
-        status = None if self.finish is None else self.finish.get("status_code")
-        return status if isinstance(status, int) else None
-
-    @property
-    def message(self) -> str:
-        """Why it failed or was aborted."""
-        return "" if self.finish is None else str(self.finish.get("message", ""))
-
-    @property
-    def ids(self) -> list[int]:
-        """The tokens so far."""
-        return self.text.ids[: self.written]
-
-    @property
-    def so_far(self) -> str:
-        """The text so far."""
-        return "".join(self.text.pieces[: self.written])
 
 
-@dataclass(slots=True)
-class Batch:
-    """The sequences of one HTTP request, in the order of the answer's indexes."""
-
-    sequences: list[Sequence]
-    samples: int = 1
-    single: bool = True
-    unheard: bool = False  # the client has left, the engine has not noticed
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast tokens come, in seconds, and how many there are when nothing limits them."""
-
-    first_token: float = 0.0
-    token: float = 0.0
-    tokens: int = 16
+Batch = engine.Batch[Sequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +74,12 @@ class Patience:
     wait: float = 300.0  # a leg, for the other one
 
 
-class Engine:
+class Engine(engine.Engine[Sequence]):
     """One engine process."""
 
     def __init__(self, mode: Mode, patience: Patience) -> None:
+        super().__init__()
         self.mode = mode
-        self.live: dict[str, Sequence] = {}
-        self.admitted = 0
         self.bootstrap = Bootstrap()
         self.prefills = Prefills(patience.death, patience.connect)
         self._patience = patience
@@ -153,17 +93,7 @@ class Engine:
             seen.add(sequence.rid)
             if self.mode is not Mode.REGULAR:
                 self._survive(sequence.room)
-        loop = asyncio.get_running_loop()
-        for sequence in batch.sequences:
-            self.live[sequence.rid] = sequence
-            sequence.stopper = loop.create_future()
-        self.admitted += len(batch.sequences)
-
-    def release(self, batch: Batch) -> None:
-        """Forget a batch, finished or not."""
-        for sequence in batch.sequences:
-            if self.live.get(sequence.rid) is sequence:
-                del self.live[sequence.rid]
+        super().admit(batch)
 
     def abort(self, rid: str, *, everything: bool) -> None:
         """End live requests as ``/abort_request`` does.
@@ -180,35 +110,6 @@ class Engine:
 
     # --- one sequence ---
 
-    async def run(self, sequence: Sequence, pace: Pace) -> AsyncIterator[Sequence]:
-        """Write a sequence; yields it after every token, the last time with its ``finish``."""
-        if await self._begin(sequence, pace):
-            total = len(sequence.text.ids)
-            for count in range(1, total + 1):
-                if count > 1:
-                    await self._sleep(sequence, pace.token)
-                if self._stopped(sequence):
-                    break
-                sequence.written = count
-                if count < total:
-                    yield sequence
-            self._end(sequence)
-        yield sequence
-
-    async def complete(self, sequence: Sequence, pace: Pace) -> None:
-        """Write a sequence without stopping on the way."""
-        if not await self._begin(sequence, pace):
-            return
-        total = len(sequence.text.ids)
-        if pace.token and total > 1:
-            loop = asyncio.get_running_loop()
-            begun = loop.time()
-            await self._sleep(sequence, pace.token * (total - 1))
-            if self._stopped(sequence):
-                total = min(total, 1 + int((loop.time() - begun) / pace.token))
-        sequence.written = total
-        self._end(sequence)
-
     async def _begin(self, sequence: Sequence, pace: Pace) -> bool:
         """Everything before the first token; False: there will be none."""
         text = write(sequence.prompt, sequence.limits, pace.tokens)
@@ -216,30 +117,18 @@ class Engine:
         sequence.text = Text([text.first], [word(text.first)]) if self.mode is Mode.PREFILL else text
         if self.mode is Mode.REGULAR:
             if pace.first_token:
-                await self._sleep(sequence, pace.first_token)
+                await sequence.sleep(pace.first_token)
         else:
             await self._hand_off(sequence, pace)
         return sequence.finish is None
 
     def _end(self, sequence: Sequence) -> None:
-        if self._stopped(sequence):
+        if sequence.stopped:
             sequence.finish = _aborted("Aborted", None)
         elif self.mode is Mode.PREFILL:
             sequence.finish = {"type": "length", "length": 0}
         else:
             sequence.finish = sequence.text.finish
-
-    @staticmethod
-    def _stopped(sequence: Sequence) -> bool:
-        return sequence.stopper is not None and sequence.stopper.done()
-
-    @staticmethod
-    async def _sleep(sequence: Sequence, seconds: float) -> None:
-        """Sleep, but no longer than the sequence lives."""
-        if not seconds:
-            await asyncio.sleep(0)
-        elif sequence.stopper is not None:
-            await asyncio.wait([sequence.stopper], timeout=seconds)
 
     # --- the hand-off ---
 
@@ -295,8 +184,8 @@ class Engine:
             if number > LARGEST_ROOM:
                 raise CrashError
             if pace.first_token:
-                await self._sleep(sequence, pace.first_token)
-                if self._stopped(sequence):
+                await sequence.sleep(pace.first_token)
+                if sequence.stopped:
                     raise TransferError(ABORTED)
                 if self.bootstrap.abandoned(number):
                     raise TransferError(OTHER_SIDE)

@@ -7,12 +7,14 @@ from typing import Any
 
 import orjson
 
+from extproc.mock.api import DONE, STUMBLE, Reply, event
+from extproc.mock.engine import RequestError
 from extproc.mock.generation import Limits, Prompt
+from extproc.mock.prompts import stops
 from extproc.mock.sglang import bodies, logprobs
-from extproc.mock.sglang.api import DONE, STUMBLE, Api, Reply, error, event, weight_versions
+from extproc.mock.sglang.api import Api, error, weight_versions
 from extproc.mock.sglang.batch import Sampling, Spread, one, several
-from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, RequestError, Sequence
-from extproc.mock.sglang.openai import stops
+from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, Sequence
 
 _DEFAULT_NEW_TOKENS = 128
 _SAMPLING_PARAMS = (

@@ -7,45 +7,19 @@ from typing import Any
 
 import orjson
 
+from extproc.mock.api import DONE, event
+from extproc.mock.engine import RequestError
 from extproc.mock.generation import Limits, Prompt, alternatives, logprob, word
+from extproc.mock.prompts import chat_prompt, prompts_of, stops
 from extproc.mock.sglang import bodies, logprobs
-from extproc.mock.sglang.api import DONE, Api, event, failure_event, metadata, usage
+from extproc.mock.sglang.api import Api, failure_event, metadata, usage
 from extproc.mock.sglang.batch import Sampling, Spread, one, several
-from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, RequestError, Sequence
+from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, Sequence
 
 
 def spread(body: bodies.Chat | bodies.Completion) -> Spread:
     """The fields that may be lists."""
     return Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
-
-
-def stops(value: str | list[str] | None) -> tuple[str, ...]:
-    """The ``stop`` field as a tuple."""
-    if not value:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def chat_prompt(messages: list[bodies.Message], tools: list[Any] | None = None, system: Any = None) -> Prompt:
-    """What the mock's chat template makes of a conversation."""
-    parts = [f"<{entry.role}>{content_text(entry.content)}" for entry in messages]
-    if system:
-        parts.insert(0, f"<system>{content_text(system)}")
-    if tools:
-        parts.insert(0, orjson.dumps(tools).decode())
-    parts.append("<assistant>")
-    return Prompt("".join(parts))
-
-
-def content_text(content: Any) -> str:
-    """A message's content as text; parts that are no text stand for themselves."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        return " ".join(str(part["text"]) for part in content)
-    return orjson.dumps(content).decode()
 
 
 class _OpenAiApi(Api):
@@ -292,16 +266,3 @@ class CompletionApi(_OpenAiApi):
             "tokens": [row[2] for row in rows],
             "top_logprobs": [top and {text: value for value, _, text in top} for top in tops],
         }
-
-
-def prompts_of(value: str | list[str] | list[int] | list[list[int]]) -> Prompt | list[Prompt]:
-    """The ``prompt`` field of the completions endpoint."""
-    if isinstance(value, str):
-        return Prompt(value)
-    if all(isinstance(entry, int) for entry in value):
-        return Prompt(ids=tuple(entry for entry in value if isinstance(entry, int)))
-    return [
-        Prompt(entry) if isinstance(entry, str) else Prompt(ids=tuple(entry))
-        for entry in value
-        if not isinstance(entry, int)
-    ]

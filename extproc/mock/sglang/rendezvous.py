@@ -13,12 +13,13 @@ and writes nonsense, the mock fails both. ``GET /health`` on the port is answere
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+from extproc.mock.lines import Lines
 
 if TYPE_CHECKING:
-    from asyncio import Future, Transport
+    from asyncio import Future
 
 DEFAULT_PORT = 8998
 _TOMBSTONES = 10_000
@@ -36,30 +37,6 @@ class UnreachableError(TransferError):
     """Nobody listens on the bootstrap port."""
 
 
-class _Lines(asyncio.Protocol):
-    """A connection that carries lines of text."""
-
-    def __init__(self) -> None:
-        self.transport: Transport = cast("Transport", None)
-        self._rest = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("Transport", transport)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self.line(line.decode("latin-1"))
-
-    def line(self, line: str) -> None:
-        raise NotImplementedError
-
-    def send(self, line: str) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(line.encode() + b"\n")
-
-
 # --- the prefill's side ---
 
 
@@ -74,7 +51,7 @@ class _Room:
     abandoned: bool = False  # the decode was here and left
 
 
-class _DecodePeer(_Lines):
+class _DecodePeer(Lines):
     """A decode process connected to this prefill."""
 
     def __init__(self, host: Bootstrap) -> None:
@@ -203,7 +180,7 @@ class Bootstrap:
 # --- the decode's side ---
 
 
-class PrefillPeer(_Lines):
+class PrefillPeer(Lines):
     """The connection to one prefill's bootstrap port."""
 
     def __init__(self, owner: Prefills, address: tuple[str, int]) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import orjson
 
+from extproc.mock.api import Reply, named_event
 from extproc.mock.generation import Limits, Prompt
+from extproc.mock.prompts import content_text
 from extproc.mock.sglang import bodies
-from extproc.mock.sglang.api import Api, Reply, named_event
+from extproc.mock.sglang.api import Api
 from extproc.mock.sglang.batch import Sampling, Spread, one
 from extproc.mock.sglang.engine import Batch, Mode, Sequence
-from extproc.mock.sglang.openai import content_text
 
 _STATUS = {"length": "incomplete", "abort": "failed"}
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from extproc.mock.api import InvalidBodyError, Reply, parse
+from extproc.mock.engine import CrashError, Pace
+from extproc.mock.runner import Runner, send
 from extproc.mock.sglang import bodies
 from extproc.mock.sglang.anthropic import MessagesApi, error_reply
-from extproc.mock.sglang.api import Api, InvalidBodyError, Reply, error, parse, parse_v1
+from extproc.mock.sglang.api import Api, error, in_full, in_short, parse_v1
 from extproc.mock.sglang.control import Control
-from extproc.mock.sglang.engine import CrashError, Engine, Mode, Pace, Patience
+from extproc.mock.sglang.engine import Engine, Mode, Patience
 from extproc.mock.sglang.info import Identity
 from extproc.mock.sglang.native import GenerateApi
 from extproc.mock.sglang.openai import ChatApi, CompletionApi
 from extproc.mock.sglang.responses import ResponsesApi
-from extproc.mock.sglang.runner import Runner, send
 from extproc.mock.worker import MockWorker
 
 if TYPE_CHECKING:
@@ -142,8 +144,8 @@ class SglangMock(MockWorker):
 def _invalid(path: str, problem: InvalidBodyError) -> Reply:
     """What a path says to a body that is no request for it."""
     if path.startswith("/v1/messages"):
-        return error_reply(400, "invalid_request_error", problem.digest)
+        return error_reply(400, "invalid_request_error", in_short(problem))
     if path.startswith("/v1/responses"):
-        detail = {"message": str(problem), "type": "Bad Request", "param": None, "code": 400}
+        detail = {"message": in_full(problem), "type": "Bad Request", "param": None, "code": 400}
         return Reply.json(400, {"error": detail})
-    return Reply.json(400, error(str(problem), "Bad Request", 400))
+    return Reply.json(400, error(in_full(problem), "Bad Request", 400))

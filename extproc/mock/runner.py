@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from extproc.mock.sglang.engine import Engine, InternalError, Pace, RequestError
+from extproc.mock.engine import AnySequence, Batch, Engine, InternalError, Pace, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterable
 
+    from extproc.mock.api import Api, Reply
     from extproc.mock.exchange import Exchange
     from extproc.mock.faults import Fault
-    from extproc.mock.sglang.api import Api, Reply
-    from extproc.mock.sglang.engine import Batch, Sequence
 
 
 Result = TypeVar("Result")
 
 
-class Runner:
+class Runner(Generic[AnySequence]):
     """The way of a request through one engine. ``pace`` holds where a fault does not say otherwise.
 
     ``disconnect_delay``: seconds until the engine notices that a client left to which it has sent nothing yet; so long
     it works on, unless ``/abort_request`` ends it.
     """
 
-    def __init__(self, engine: Engine, pace: Pace, disconnect_delay: float) -> None:
+    def __init__(self, engine: Engine[AnySequence], pace: Pace, disconnect_delay: float) -> None:
         self.pace = pace
         self._engine = engine
         self._disconnect_delay = disconnect_delay
@@ -41,7 +40,7 @@ class Runner:
         """The same, and wait for it."""
         await _cancel(self._unheard)
 
-    async def run(self, exchange: Exchange, api: Api) -> None:
+    async def run(self, exchange: Exchange, api: Api[AnySequence]) -> None:
         """Answer a request; raises CrashError where the engine's process ends."""
         if (objection := api.objection()) is not None:
             await send(exchange, objection)
@@ -59,7 +58,7 @@ class Runner:
                 await exchange.chunk(api.refusal_events(str(problem)))
                 await exchange.finish()
             else:
-                await send(exchange, api.refusal(str(problem)))
+                await send(exchange, api.refused(problem))
             return
         except InternalError as problem:
             if early:
@@ -75,7 +74,7 @@ class Runner:
             if not batch.unheard:
                 self._engine.release(batch)
 
-    async def _complete(self, exchange: Exchange, api: Api, batch: Batch) -> None:
+    async def _complete(self, exchange: Exchange, api: Api[AnySequence], batch: Batch) -> None:
         pace = self._pace(exchange.fault)
         one = batch.single
         work = self._engine.complete(batch.sequences[0], pace) if one else self._complete_all(batch, pace)
@@ -87,7 +86,7 @@ class Runner:
                 return
         await exchange.reply(200, api.answer(batch))
 
-    async def _complete_all(self, batch: Batch, pace: Pace) -> None:
+    async def _complete_all(self, batch: Batch[AnySequence], pace: Pace) -> None:
         """Write all sequences at once, until the first fails."""
         tasks = {asyncio.ensure_future(self._engine.complete(sequence, pace)) for sequence in batch.sequences}
         try:
@@ -98,8 +97,10 @@ class Runner:
         finally:
             await _cancel(tasks)
 
-    async def _stream(self, exchange: Exchange, api: Api, batch: Batch) -> None:
+    async def _stream(self, exchange: Exchange, api: Api[AnySequence], batch: Batch) -> None:
         pace = self._pace(exchange.fault)
+        if api.prompt_head:
+            await exchange.start(headers=api.stream_headers)
         steps = self._engine.run(batch.sequences[0], pace) if batch.single else self._merged(batch, pace)
         if self._disconnect_delay and not exchange.started:
             steps = self._held(batch, steps)
@@ -116,7 +117,7 @@ class Runner:
             await exchange.chunk(end)
         await exchange.finish()
 
-    async def _merged(self, batch: Batch, pace: Pace) -> AsyncIterator[Sequence]:
+    async def _merged(self, batch: Batch[AnySequence], pace: Pace) -> AsyncIterator[AnySequence]:
         """The steps of all sequences, as they come."""
         runs = [self._engine.run(sequence, pace) for sequence in batch.sequences]
         waits = {asyncio.ensure_future(anext(run)): run for run in runs}
@@ -132,13 +133,13 @@ class Runner:
         finally:
             await _cancel(set(waits))
 
-    async def _held(self, batch: Batch, steps: AsyncIterator[Sequence]) -> AsyncIterator[Sequence]:
+    async def _held(self, batch: Batch[AnySequence], steps: AsyncIterator[AnySequence]) -> AsyncIterator[AnySequence]:
         """The steps, waiting for the first of which outlives the client for a while."""
         yield await self._outlive(batch, anext(steps))
         async for sequence in steps:
             yield sequence
 
-    async def _outlive(self, batch: Batch, work: Awaitable[Result]) -> Result:
+    async def _outlive(self, batch: Batch[AnySequence], work: Awaitable[Result]) -> Result:
         """The work's result; if the client leaves before, the work goes on until the engine notices."""
         future = asyncio.ensure_future(work)
         try:
