@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from extproc.control import worker_spec
 from extproc.control.worker_spec import SpecError, parse_worker_spec
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.spec import HealthOverrides, WorkerSpec
@@ -100,6 +103,13 @@ def test_labels_of_the_same_names_are_lifted_and_the_field_wins() -> None:
     assert spec.labels == {"zone": "a"}
     won = parsed(worker_type="prefill", labels=labels, kv_engine_id="f", bootstrap_port=None)
     assert (won.kv.engine_id, won.bootstrap_port) == ("f", 8999)
+
+
+def test_the_document_has_every_field() -> None:
+    text = (Path(__file__).parent.parent / "docs/behaviour.md").read_text()
+    table = text.split("## Registration\n")[1].split("\n\n`bootstrap_port`")[0]
+    names = {name for row in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert names == {*worker_spec._Body.model_fields, "runtime"}
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
