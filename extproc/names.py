@@ -9,7 +9,8 @@ from typing import Final
 DESTINATION: Final = "x-gateway-destination-endpoint"
 METADATA_NAMESPACE: Final = "envoy.lb"
 
-# Egress only: which role cluster the destination belongs to, PREFILL_CLUSTER or DECODE_CLUSTER. Removed by the route.
+# Which role cluster the destination belongs to, PREFILL_CLUSTER or DECODE_CLUSTER. Egress: on every leg. Client
+# listener: only PREFILL_CLUSTER, set by the service on a path of pairs. Removed by the route.
 CLUSTER: Final = "x-pd-cluster"
 
 # Response header on answers of workers: "ip:port" of the one that really answered, after any fail-over.
@@ -18,6 +19,11 @@ UPSTREAM: Final = "x-pd-upstream"
 # Response header of the egress listener on answers that Envoy made up itself; the value holds Envoy's response flags
 # ("UF", "UH", "UC" ...). A worker's own header of this name never gets through.
 LOCAL_REPLY: Final = "x-pd-local-reply"
+
+# Response header by which the service asks for a second stream about an answer that it wants to give itself, long after
+# the request was released. The value names the request; what is done with the header, ext_proc.py of the data plane
+# says. A worker's own header of this name never gets through, and the service takes its own away again.
+LATE: Final = "x-pd-late"
 
 # Response header on every error the gateway made: a code of extproc.errors.CATALOGUE. Never a worker's.
 ERROR_CODE: Final = "x-pd-error-code"

@@ -22,6 +22,7 @@ from extproc.dataplane.listeners import client_listener
 from extproc.dataplane.local_replies import REPLIES
 from extproc.dataplane.messages import envoy_address
 from extproc.errors import CATALOGUE, error_body
+from extproc.names import LATE
 from extproc.transport.address import parse_address
 
 CONFIG = DataplaneConfig(extproc="unix:/r/e", ads="unix:/r/a", control="unix:/r/c", egress="unix:/r/x")
@@ -58,12 +59,12 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
             yield from walk(inner)
 
 
-def first_route(path: str, method: str = "POST") -> Any:
-    """The client route that Envoy takes, by Envoy's rule: the first that matches."""
+def first_route(path: str, method: str = "POST", **headers: str) -> Any:
+    """The client route that Envoy takes, by Envoy's rule: the first that matches. Headers: ``x_y`` for ``x-y``."""
+    sent = {":method": method} | {name.replace("_", "-"): value for name, value in headers.items()}
     for route in routes(render(), "clients"):
         match = route["match"]
-        wanted = [header["string_match"]["exact"] for header in match.get("headers", [])]
-        if wanted and wanted != [method]:
+        if any(sent.get(header["name"]) != header["string_match"]["exact"] for header in match.get("headers", [])):
             continue
         if match.get("path") == path or ("prefix" in match and path.startswith(match["prefix"])):
             return route
@@ -104,6 +105,24 @@ def test_decode_paths(path: str) -> None:
     assert ext_proc_is_on(first_route(path))
 
 
+@pytest.mark.parametrize("path", paths.DECODE_PATHS)
+def test_a_prefill_worker_may_be_chosen_for_a_decode_path(path: str) -> None:
+    route = first_route(path, x_pd_cluster="prefill")
+    assert route["route"]["cluster"] == "prefill"
+    assert "x-pd-cluster" in route["request_headers_to_remove"]
+    assert ext_proc_is_on(route)
+    assert first_route(path, x_pd_cluster="decode") == first_route(path)
+
+
+@pytest.mark.parametrize("prefix", paths.DECODE_PREFIXES)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_stored_responses(prefix: str, method: str) -> None:
+    route = first_route(f"{prefix}resp_1/cancel", method)
+    assert route["route"]["cluster"] == "decode"
+    assert ext_proc_is_on(route)
+    assert first_route(prefix.rstrip("/"), "GET")["direct_response"]["status"] == 405
+
+
 @pytest.mark.parametrize("path", paths.PREFILL_PATHS)
 def test_prefill_paths(path: str) -> None:
     assert first_route(path)["route"]["cluster"] == "prefill"
@@ -136,9 +155,9 @@ def test_refusals(path: str, method: str, code: str) -> None:
 
 def test_ext_proc_modes() -> None:
     filters = manager(render(), "clients")["http_filters"]
-    assert [each["name"] for each in filters] == ["ext_proc", "envoy.filters.http.router"]
-    assert filters[0]["disabled"] is True
-    settings = filters[0]["typed_config"]
+    assert [each["name"] for each in filters] == ["late", "ext_proc", "envoy.filters.http.router"]
+    assert filters[1]["disabled"] is True
+    settings = filters[1]["typed_config"]
     assert settings["processing_mode"] == {
         "request_header_mode": "SEND",
         "response_header_mode": "SEND",
@@ -153,10 +172,41 @@ def test_ext_proc_modes() -> None:
     assert "failure_mode_allow" not in settings
 
 
+def test_the_late_filter_is_the_first_one_over_again_but_for_its_mode() -> None:
+    late, first = (each["typed_config"] for each in manager(render(), "clients")["http_filters"][:2])
+    settings = late["extension_config"]["typed_config"]
+    assert settings["processing_mode"] == {
+        "request_header_mode": "SKIP",
+        "response_header_mode": "SEND",
+        "request_trailer_mode": "SKIP",
+        "response_body_mode": "FULL_DUPLEX_STREAMED",
+        "response_trailer_mode": "SEND",
+    }
+    own = {"processing_mode", "stat_prefix", "metadata_options"}
+    assert settings["stat_prefix"] == "late"
+    assert {k: v for k, v in settings.items() if k not in own} == {k: v for k, v in first.items() if k not in own}
+
+
+def test_the_late_filter_is_skipped_unless_the_answer_has_its_header() -> None:
+    (matcher,) = manager(render(), "clients")["http_filters"][0]["typed_config"]["xds_matcher"]["matcher_list"][
+        "matchers"
+    ]
+    present = matcher["predicate"]["not_matcher"]["single_predicate"]
+    assert present["input"]["typed_config"]["header_name"] == LATE
+    assert matcher["on_match"]["action"]["typed_config"]["@type"].endswith("SkipFilter")
+
+
+def test_workers_cannot_set_the_late_header() -> None:
+    assert LATE in manager(render(), "clients")["route_config"]["response_headers_to_remove"]
+    assert all(LATE in route["response_headers_to_remove"] for route in routes(render(), "egress"))
+
+
 @pytest.mark.parametrize(("request_timeout", "message_timeout"), [(10.0, "12s"), (1e6, "30s")])
 def test_a_stuck_service_is_noticed_while_an_answer_waits(request_timeout: float, message_timeout: str) -> None:
     document = render(request_timeout=request_timeout, timeout_margin=2.0)
-    assert manager(document, "clients")["http_filters"][0]["typed_config"]["message_timeout"] == message_timeout
+    late, first = (each["typed_config"] for each in manager(document, "clients")["http_filters"][:2])
+    assert first["message_timeout"] == message_timeout
+    assert late["extension_config"]["typed_config"]["message_timeout"] == message_timeout
 
 
 def test_no_envoy_timeout_before_ours() -> None:
@@ -179,7 +229,8 @@ def test_only_connections_that_never_came_about_are_retried() -> None:
     worker_policies = [policy for policy in policies if policy]
     assert {policy["retry_on"] for policy in worker_policies} == {"connect-failure,refused-stream"}
     assert {policy["num_retries"] for policy in worker_policies} == {3}
-    assert len(worker_policies) == len(paths.INFERENCE_PATHS) + 2
+    to_workers = (*paths.INFERENCE_PATHS, *paths.DECODE_PATHS, *paths.DECODE_PREFIXES, "prefill legs", "decode legs")
+    assert len(worker_policies) == len(to_workers)
 
 
 @pytest.mark.parametrize(("payload", "buffered"), [(20_000_000, 20_000_000 + 2**20), (2**32, 2**32 - 1)])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from betterproto2 import Message
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
 from envoy_data_plane.envoy.config.core.v3 import (
     Address,
-    GrpcService,
-    GrpcServiceEnvoyGrpc,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     HttpProtocolOptions,
@@ -15,14 +12,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener, ListenerDrainType
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ExternalProcessor,
-    MetadataOptions,
-    MetadataOptionsMetadataNamespaces,
-    ProcessingMode,
-    ProcessingModeBodySendMode,
-    ProcessingModeHeaderSendMode,
-)
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import (
     Config as HeaderToMetadata,
 )
@@ -42,28 +31,32 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
     HeaderMutation as EarlyHeaderMutation,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
-from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from extproc.dataplane.access_log import client_access_log
 from extproc.dataplane.config import DataplaneConfig
+from extproc.dataplane.ext_proc import ext_proc_filter, late_filter
 from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
 from extproc.dataplane.local_replies import client_replies, egress_replies
-from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, socket_address
-from extproc.dataplane.routes import EXT_PROC_FILTER, client_routes, egress_routes
+from extproc.dataplane.messages import (
+    any_of,
+    dead_peer_detection,
+    envoy_address,
+    extension,
+    http_filter,
+    seconds,
+    socket_address,
+)
+from extproc.dataplane.routes import client_routes, egress_routes
 from extproc.names import (
     CLIENT_LISTENER,
     DESTINATION,
     EGRESS_LISTENER,
-    EXTPROC_CLUSTER,
     METADATA_NAMESPACE,
     OUR_PREFIX,
 )
 from extproc.transport.address import parse_address
 
 _EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users
-
-# The service may hold an answer's headers for a moment. When it does not reply at all, its process is stuck.
-_EXT_PROC_REPLY_SECONDS = 30.0
 
 
 def client_listener(config: DataplaneConfig) -> Listener:
@@ -83,7 +76,7 @@ def client_listener(config: DataplaneConfig) -> Listener:
             max_concurrent_streams=MAX_STREAMS, override_stream_error_on_invalid_http_message=True
         ),
         route_config=client_routes(config),
-        http_filters=[_http_filter(EXT_PROC_FILTER, _ext_proc(config), disabled=True), _router()],
+        http_filters=[late_filter(config), ext_proc_filter(config), _router()],
         stream_idle_timeout=seconds(config.idle_timeout),
         use_remote_address=True,  # x-forwarded-for gets the client's address
         early_header_mutation_extensions=[_strip_control_headers()],
@@ -107,7 +100,7 @@ def egress_listener(config: DataplaneConfig) -> Listener:
         max_request_headers_kb=1024,
         common_http_protocol_options=HttpProtocolOptions(max_headers_count=1000, idle_timeout=seconds(0)),
         route_config=egress_routes(config),
-        http_filters=[_http_filter("header_to_metadata", _destination_to_metadata()), _router()],
+        http_filters=[http_filter("header_to_metadata", _destination_to_metadata()), _router()],
         stream_idle_timeout=seconds(config.idle_timeout),
         local_reply_config=egress_replies(),
     )
@@ -142,33 +135,6 @@ def _leave_alone(manager: HttpConnectionManager) -> None:
     manager.path_with_escaped_slashes_action = HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED
 
 
-def _ext_proc(config: DataplaneConfig) -> ExternalProcessor:
-    """One stream per request, open from its first byte to the answer's last, and no message per chunk of the answer."""
-    send = ProcessingModeHeaderSendMode.SEND
-    return ExternalProcessor(
-        grpc_service=GrpcService(
-            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER, skip_envoy_headers=True),
-            timeout=seconds(0),
-        ),
-        failure_mode_allow=False,
-        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
-        # The request side has no timer in this mode; this one is for the answer's headers and trailers.
-        message_timeout=seconds(min(config.idle_timeout, _EXT_PROC_REPLY_SECONDS)),
-        allow_content_length_header=True,
-        metadata_options=MetadataOptions(
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])
-        ),
-        processing_mode=ProcessingMode(
-            request_header_mode=send,
-            request_body_mode=ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED,
-            request_trailer_mode=send,
-            response_header_mode=send,
-            response_body_mode=ProcessingModeBodySendMode.NONE,
-            response_trailer_mode=send,
-        ),
-    )
-
-
 def _destination_to_metadata() -> HeaderToMetadata:
     return HeaderToMetadata(
         request_rules=[
@@ -194,8 +160,4 @@ def _strip_control_headers() -> TypedExtensionConfig:
 
 
 def _router() -> HttpFilter:
-    return _http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True))
-
-
-def _http_filter(name: str, message: Message, *, disabled: bool = False) -> HttpFilter:
-    return HttpFilter(name=name, typed_config=any_of(message), disabled=disabled)
+    return http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True))

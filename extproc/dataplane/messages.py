@@ -18,6 +18,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     TcpKeepalive,
     TypedExtensionConfig,
 )
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.google.protobuf import Any, Struct, Value
 
 from extproc.transport.address import Address, UnixAddress
@@ -31,6 +32,11 @@ def any_of(message: Message) -> Any:
 def extension(name: str, message: Message) -> TypedExtensionConfig:
     """The extension ``name`` with its configuration."""
     return TypedExtensionConfig(name=name, typed_config=any_of(message))
+
+
+def http_filter(name: str, message: Message, *, disabled: bool = False) -> HttpFilter:
+    """The HTTP filter ``name``; a ``disabled`` one is off until a route has settings for it."""
+    return HttpFilter(name=name, typed_config=any_of(message), disabled=disabled)
 
 
 def seconds(value: float) -> timedelta:

@@ -16,6 +16,9 @@ DECODE_PATHS = (
     "/inference/v1/generate",
 )
 
+# Any method. The decode worker that made what lies below answers: responses that were stored.
+DECODE_PREFIXES = ("/v1/responses/",)
+
 # POST only. One prefill worker answers, nothing is handed over. `/rerank` becomes `/v1/rerank` in the ext_proc service.
 PREFILL_PATHS = (
     "/v1/rerank",

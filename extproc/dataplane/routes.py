@@ -17,11 +17,13 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOv
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from extproc.dataplane.config import DataplaneConfig
+from extproc.dataplane.ext_proc import EXT_PROC_FILTER
 from extproc.dataplane.messages import any_of, inline, seconds, set_header
 from extproc.dataplane.paths import (
     CONTROL_PATHS,
     CONTROL_PREFIXES,
     DECODE_PATHS,
+    DECODE_PREFIXES,
     INFERENCE_PATHS,
     NOT_IMPLEMENTED_PATHS,
     PREFILL_PATHS,
@@ -33,12 +35,11 @@ from extproc.names import (
     CONTROL_CLUSTER,
     EGRESS_LISTENER,
     ERROR_CODE,
+    LATE,
     LOCAL_REPLY,
     UPSTREAM,
 )
 from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
-
-EXT_PROC_FILTER = "ext_proc"
 
 # Envoy adds it for itself when it trusts the connection's address; workers have no use for it.
 _EXTERNAL_ADDRESS = "x-envoy-external-address"
@@ -54,8 +55,10 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
     requests that have no route as well, malformed ones for example, and their clients would see a closed connection.
     """
     routes = [
-        *(_worker_route(path, DECODE_CLUSTER, config) for path in DECODE_PATHS),
-        *(_worker_route(path, PREFILL_CLUSTER, config) for path in PREFILL_PATHS),
+        *(_chosen_prefill_route(path, config) for path in DECODE_PATHS),
+        *(_worker_route(_post(path), DECODE_CLUSTER, config) for path in DECODE_PATHS),
+        *(_worker_route(RouteMatch(prefix=prefix), DECODE_CLUSTER, config) for prefix in DECODE_PREFIXES),
+        *(_worker_route(_post(path), PREFILL_CLUSTER, config) for path in PREFILL_PATHS),
         *(_control_route(RouteMatch(path=path)) for path in CONTROL_PATHS),
         *(_control_route(RouteMatch(prefix=prefix)) for prefix in CONTROL_PREFIXES),
         *(_wrong_method(path) for path in INFERENCE_PATHS),
@@ -65,7 +68,7 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
     return RouteConfiguration(
         name=CLIENT_LISTENER,
         virtual_hosts=[_virtual_host(CLIENT_LISTENER, routes, config)],
-        response_headers_to_remove=[LOCAL_REPLY],
+        response_headers_to_remove=[LOCAL_REPLY, LATE],  # happens before the ext_proc service has its say
     )
 
 
@@ -107,9 +110,9 @@ def _to_worker(cluster: str, config: DataplaneConfig) -> RouteAction:
     )
 
 
-def _worker_route(path: str, cluster: str, config: DataplaneConfig) -> Route:
+def _worker_route(match: RouteMatch, cluster: str, config: DataplaneConfig) -> Route:
     return Route(
-        match=RouteMatch(path=path, headers=[_header(":method", "POST")]),
+        match=match,
         route=_to_worker(cluster, config),
         request_headers_to_remove=[_EXTERNAL_ADDRESS],
         response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
@@ -118,13 +121,20 @@ def _worker_route(path: str, cluster: str, config: DataplaneConfig) -> Route:
     )
 
 
+def _chosen_prefill_route(path: str, config: DataplaneConfig) -> Route:
+    """For a request that a prefill worker answers alone, though its path is one for pairs: the service says so."""
+    route = _worker_route(_post(path, _header(CLUSTER, PREFILL_CLUSTER)), PREFILL_CLUSTER, config)
+    route.request_headers_to_remove.append(CLUSTER)
+    return route
+
+
 def _egress_route(cluster: str, config: DataplaneConfig) -> Route:
     return Route(
         match=RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]),
         route=_to_worker(cluster, config),
         request_headers_to_remove=[CLUSTER, _EXTERNAL_ADDRESS],
         response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
-        response_headers_to_remove=[ERROR_CODE, LOCAL_REPLY],
+        response_headers_to_remove=[ERROR_CODE, LOCAL_REPLY, LATE],
     )
 
 
@@ -150,6 +160,10 @@ def _refusal(match: RouteMatch, code: str, message: str) -> Route:
         ),
         response_headers_to_add=[set_header("content-type", "application/json"), set_header(ERROR_CODE, code)],
     )
+
+
+def _post(path: str, *headers: HeaderMatcher) -> RouteMatch:
+    return RouteMatch(path=path, headers=[_header(":method", "POST"), *headers])
 
 
 def _header(name: str, value: str) -> HeaderMatcher:
