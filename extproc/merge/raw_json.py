@@ -16,6 +16,8 @@ NULL: Final = msgspec.Raw(_NULL)
 _OBJECT: Final = msgspec.json.Decoder(RawObject)
 _LIST: Final = msgspec.json.Decoder(RawList)
 _INTEGER: Final = msgspec.json.Decoder(int)
+_INTEGERS: Final = msgspec.json.Decoder(list[int])
+_STRINGS: Final = msgspec.json.Decoder(list[str])
 encode: Final = msgspec.json.Encoder().encode
 
 
@@ -50,6 +52,22 @@ def integer(raw: msgspec.Raw | None, what: str) -> int:
         return _INTEGER.decode(memoryview(NULL if raw is None else raw))
     except msgspec.DecodeError:
         raise bad_reply(f"{what} is not an integer") from None
+
+
+def integers(raw: msgspec.Raw | None, what: str) -> list[int]:
+    """A JSON list of integers; raises as :func:`raw_object` does, also for None."""
+    try:
+        return _INTEGERS.decode(memoryview(NULL if raw is None else raw))
+    except msgspec.DecodeError:
+        raise bad_reply(f"{what} is not a list of integers") from None
+
+
+def strings(raw: msgspec.Raw | None, what: str) -> list[str]:
+    """A JSON list of strings; raises as :func:`raw_object` does, also for None."""
+    try:
+        return _STRINGS.decode(memoryview(NULL if raw is None else raw))
+    except msgspec.DecodeError:
+        raise bad_reply(f"{what} is not a list of strings") from None
 
 
 def is_null(raw: msgspec.Raw | None) -> bool:

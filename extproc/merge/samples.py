@@ -6,7 +6,7 @@ answer has once: id, created, model, prompt tokens, cached tokens, weight versio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -16,12 +16,16 @@ from extproc.merge.raw_json import RawObject, bad_reply, encode, integer, is_nul
 _SUMMED: Final = ("completion_tokens", "reasoning_tokens")
 
 
-def merged_choices(answers: Sequence[bytes], prompts: int) -> bytes:
+Once = Callable[[Sequence[RawObject]], RawObject]
+
+
+def merged_choices(answers: Sequence[bytes], prompts: int, once: Once | None = None) -> bytes:
     """One chat or text completion of several.
 
     Args:
         answers: the samples' answers, sample 0 first.
-        prompts: how many prompts the request has; each answer has a choice for each.
+        prompts: how many prompts each answer has a choice for.
+        once: merges what an answer has once; :func:`merged_once` where it is not given.
 
     Raises:
         GatewayError: ``decode_bad_reply`` when an answer is not a completion of so many prompts.
@@ -34,7 +38,7 @@ def merged_choices(answers: Sequence[bytes], prompts: int) -> bytes:
             raise bad_reply(f"{prompts} choices were expected, with indexes from 0, not {len(own)}")
         for choice in own:
             choices[renumber(choice, sample, len(whole))] = choice
-    merged = merged_once(whole)
+    merged = (once or merged_once)(whole)
     merged["choices"] = raw(choices)
     return encode(merged)
 
