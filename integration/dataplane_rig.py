@@ -225,8 +225,9 @@ async def _read_request(reader: asyncio.StreamReader) -> Request:
 class ExtProc(ep_grpc.ExternalProcessorServicer):
     """Does what the request's ``t-*`` headers say.
 
-    ``t-to``: destinations. ``t-path``: another path. ``t-immediate``: an ImmediateResponse with that status and a JSON
-    body. ``t-hold``: release only when :attr:`release` is set. ``t-abort``: end the stream with an error.
+    ``t-to``: destinations. ``t-path``: another path. ``t-cluster``: a CLUSTER header, and the route is looked up again.
+    ``t-immediate``: an ImmediateResponse with that status and a JSON body. ``t-hold``: release only when
+    :attr:`release` is set. ``t-abort``: end the stream with an error.
     """
 
     def __init__(self, address: str) -> None:
@@ -299,6 +300,9 @@ class ExtProc(ep_grpc.ExternalProcessorServicer):
         common.header_mutation.remove_headers.extend(name for name in headers if name.startswith("t-"))
         if path := headers.get("t-path"):
             _set(common.header_mutation, ":path", path)
+        if cluster := headers.get("t-cluster"):
+            _set(common.header_mutation, CLUSTER, cluster)
+            common.clear_route_cache = True
         if bodyless:
             return [first]
         _set(common.header_mutation, "content-length", str(len(body)))

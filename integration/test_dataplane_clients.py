@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from dataplane_rig import Rig, Unreachable, Worker, answer, garbage, hang_up, never, unreachable
 
-from extproc.dataplane.paths import CONTROL_PATHS, INFERENCE_PATHS, NOT_IMPLEMENTED_PATHS
+from extproc.dataplane.paths import CONTROL_PATHS, DECODE_PATHS, INFERENCE_PATHS, NOT_IMPLEMENTED_PATHS
 from extproc.errors import CATALOGUE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,6 +64,43 @@ async def test_inference_paths_reach_a_worker(rig: Rig, fleet: dict[str, Any], p
     reply = await rig.post(fleet["a"].address, path=f"{path}?x=%20%2F")
     assert (reply.status, reply.body.decode()) == (200, fleet["a"].address)
     assert fleet["a"].requests[-1].path == f"{path}?x=%20%2F"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/responses/resp_1?stream=true"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+    ],
+)
+async def test_stored_responses_reach_a_decode_worker(rig: Rig, method: str, path: str) -> None:
+    worker = await rig.worker()
+    await rig.know(worker.endpoint, prefill=())
+    reply = await rig.request(method, path, headers={"t-to": worker.address})
+    assert (reply.status, reply.body.decode()) == (200, worker.address)
+    assert worker.requests[-1].line.startswith(f"{method} {path} ")
+
+
+@pytest.mark.parametrize("path", DECODE_PATHS)
+async def test_the_service_may_choose_a_prefill_worker(rig: Rig, path: str) -> None:
+    prefill, decode = await rig.worker(), await rig.worker()
+    await rig.know(decode.endpoint, prefill=(prefill.endpoint,))
+    reply = await rig.post(prefill.address, b'{"a":1}', path, {"t-cluster": "prefill"})
+    assert (reply.status, reply.body.decode()) == (200, prefill.address)
+    assert prefill.requests[-1].body == b'{"a":1}'
+    assert "x-pd-cluster" not in prefill.requests[-1].names
+    assert rig.extproc.responses[-1]["x-pd-upstream"] == prefill.address
+
+
+async def test_a_client_may_not_choose_a_prefill_worker(rig: Rig) -> None:
+    prefill, decode = await rig.worker(), await rig.worker()
+    await rig.know(decode.endpoint, prefill=(prefill.endpoint,))
+    theirs = {"x-pd-cluster": "prefill"}
+    assert (await rig.post(decode.address, headers=theirs)).body.decode() == decode.address
+    assert "x-pd-cluster" not in rig.extproc.requests[-1]
+    assert (await rig.post(prefill.address, headers=theirs)).error[1] == "no_available_workers"
+    assert prefill.requests == []
 
 
 @pytest.mark.parametrize("path", INFERENCE_PATHS)
@@ -155,7 +192,7 @@ async def test_a_workers_answer_passes_unchanged(rig: Rig) -> None:
 
 
 async def test_a_worker_cannot_pose_as_the_gateway(rig: Rig) -> None:
-    headers = "x-pd-upstream: 9.9.9.9:9\r\nx-pd-error-code: fake\r\nx-pd-local-reply: UF\r\n"
+    headers = "x-pd-upstream: 9.9.9.9:9\r\nx-pd-error-code: fake\r\nx-pd-local-reply: UF\r\nx-pd-late: 1\r\n"
     worker = await rig.worker(answer(b"", headers=headers))
     await rig.know(worker.endpoint)
     reply = await rig.post(worker.address)
