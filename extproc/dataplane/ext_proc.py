@@ -69,11 +69,11 @@ def ext_proc_filter(config: DataplaneConfig) -> HttpFilter:
 def late_filter(config: DataplaneConfig) -> HttpFilter:
     """Gives the client an answer of the service's own after its request was released to a worker.
 
-    By then the stream of the first filter can end the answer in one message only. So the service marks that message,
-    or an answer's head that it was asked about, with the header LATE. For an answer with that header, and for no other,
+    By then the stream of the first filter can end the answer in one message only. So the service marks that message, or
+    an answer's head that it was asked about, with the header LATE. For an answer with that header, and for no other,
     this filter opens a second stream, which begins with the answer's head and body; whatever the service sends in their
-    place, as slowly as it likes, is what the client gets. Must stand before the first filter in the list: answers pass
-    the filters from the last to the first.
+    place, as slowly as it likes, is what the client gets; the head leaves with the first piece of the body, be it
+    empty. Must stand before the first filter in the list: answers pass the filters from the last to the first.
     """
     processor = _processor(config)
     processor.stat_prefix = LATE_FILTER
@@ -99,7 +99,7 @@ def _processor(config: DataplaneConfig) -> ExternalProcessor:
         ),
         failure_mode_allow=False,
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
-        # A body in the full-duplex mode has no timer; this one is for the answer's headers and trailers.
+        # Where the body is in the full-duplex mode nothing has a timer, so this one is for the first filter's answers.
         message_timeout=seconds(min(config.idle_timeout, _REPLY_SECONDS)),
         allow_content_length_header=True,
     )
