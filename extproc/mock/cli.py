@@ -11,35 +11,69 @@ import uvloop
 
 from extproc.mock.sglang.rendezvous import DEFAULT_PORT
 from extproc.mock.sglang.worker import SglangMock
+from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--engine", choices=["sglang"], default="sglang", help="whose rules to follow")
-    parser.add_argument("--role", choices=["prefill", "decode", "regular"], default="regular", help="what to be")
+    parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang", help="whose rules to follow")
+    parser.add_argument(
+        "--role",
+        choices=["prefill", "decode", "regular", "aggregated"],
+        default="regular",
+        help="what to be; regular and aggregated are the same",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: a free one")
     parser.add_argument(
-        "--bootstrap-port", type=int, default=DEFAULT_PORT, help="prefill: port where decodes meet it; 0: a free one"
+        "--bootstrap-port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="prefill of SGLang or Mooncake: port where decodes meet it; 0: a free one",
     )
     parser.add_argument("--model", default="tiny", help="served model name")
     parser.add_argument("--tokens", type=int, default=16, help="length of an answer that nothing limits")
     parser.add_argument("--first-token-delay-ms", type=float, default=0.0, help="time that a prefill takes")
     parser.add_argument("--token-delay-ms", type=float, default=0.0, help="time between two tokens")
-    parser.add_argument("--health-delay-ms", type=float, default=0.0, help="time that /health takes")
-    parser.add_argument("--disconnect-delay-ms", type=float, default=0.0, help="time to notice a client that left")
-    parser.add_argument("--death-delay-ms", type=float, default=2500.0, help="decode: time to notice a dead prefill")
-    parser.add_argument("--connect-timeout", type=float, default=15.0, help="decode: seconds to try a bootstrap port")
-    parser.add_argument("--wait-timeout", type=float, default=300.0, help="seconds that a leg waits for the other")
     parser.add_argument("--keep-alive", type=float, default=5.0, help="seconds until an idle connection is closed")
     parser.add_argument("--record", type=int, default=1000, help="how many requests to remember")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds to finish requests after SIGTERM")
+    _add_sglang(parser.add_argument_group("sglang"))
+    _add_vllm(parser.add_argument_group("vllm"))
+
+
+def _add_sglang(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--health-delay-ms", type=float, default=0.0, help="time that /health takes")
+    group.add_argument("--disconnect-delay-ms", type=float, default=0.0, help="time to notice a client that left")
+    group.add_argument("--death-delay-ms", type=float, default=2500.0, help="decode: time to notice a dead prefill")
+    group.add_argument("--connect-timeout", type=float, default=15.0, help="decode: seconds to try a bootstrap port")
+    group.add_argument("--wait-timeout", type=float, default=300.0, help="seconds that a leg waits for the other")
+
+
+def _add_vllm(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--kv-connector", choices=[NIXL, MOONCAKE], help="how KV is passed on; default: NIXL in a pair")
+    group.add_argument("--engine-id", help="the engine's id; default: a random one")
+    group.add_argument("--side-channel-port", type=int, default=0, help="where decodes fetch caches; 0: a free port")
+    group.add_argument("--max-model-len", type=int, default=131_072, help="longest prompt and answer together")
+    group.add_argument("--kv-blocks", type=int, default=16_384, help="how many blocks the cache has")
+    group.add_argument("--lease", type=float, default=30.0, help="prefill: seconds that blocks wait for a decode")
+    group.add_argument(
+        "--kv-load-failure-policy", choices=["fail", "recompute"], default="fail", help="decode: what to do without KV"
+    )
+    group.add_argument("--load-failure-delay", type=float, default=5.0, help="decode: seconds until it gives up")
+    group.add_argument("--old-engine", action="store_true", help="prefill: no parameters after a stop token")
+    group.add_argument("--no-prompt-tokens-details", action="store_true", help="usage does not tell cached tokens")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns 0, or 1 after a request that ends the engine, 2 when a port is taken."""
-    mock = SglangMock(
-        options.role,
+    mock = _vllm(options) if options.engine == "vllm" else _sglang(options)
+    return uvloop.run(_serve(mock, options.engine, options.grace))
+
+
+def _sglang(options: argparse.Namespace) -> SglangMock:
+    return SglangMock(
+        "regular" if options.role == "aggregated" else options.role,
         host=options.host,
         port=options.port,
         bootstrap_port=options.bootstrap_port,
@@ -55,10 +89,34 @@ def run(options: argparse.Namespace) -> int:
         keep_alive=options.keep_alive,
         record_limit=options.record,
     )
-    return uvloop.run(_serve(mock, options.grace))
 
 
-async def _serve(mock: SglangMock, grace: float) -> int:
+def _vllm(options: argparse.Namespace) -> VllmMock:
+    return VllmMock(
+        "aggregated" if options.role == "regular" else options.role,
+        connector=options.kv_connector,
+        host=options.host,
+        port=options.port,
+        side_channel_port=options.side_channel_port,
+        bootstrap_port=options.bootstrap_port,
+        engine_id=options.engine_id,
+        model=options.model,
+        tokens=options.tokens,
+        first_token_delay=options.first_token_delay_ms / 1000,
+        token_delay=options.token_delay_ms / 1000,
+        keep_alive=options.keep_alive,
+        record_limit=options.record,
+        max_model_len=options.max_model_len,
+        blocks=options.kv_blocks,
+        lease=options.lease,
+        recompute=options.kv_load_failure_policy == "recompute",
+        load_failure_delay=options.load_failure_delay,
+        old_engine=options.old_engine,
+        prompt_tokens_details=not options.no_prompt_tokens_details,
+    )
+
+
+async def _serve(mock: SglangMock | VllmMock, engine: str, grace: float) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,8 +126,8 @@ async def _serve(mock: SglangMock, grace: float) -> int:
     except OSError as error:
         print(f"mock {mock.role}: {error}", file=sys.stderr)
         return 2
-    where = f", bootstrap port {mock.bootstrap_port}" if mock.role == "prefill" else ""
-    print(f"mock sglang {mock.role} ready on {mock.url}{where}", flush=True)
+    where = f", bootstrap port {mock.bootstrap_port}" if mock.has_bootstrap else ""
+    print(f"mock {engine} {mock.role} ready on {mock.url}{where}", flush=True)
     waits = [loop.create_task(asked.wait()), loop.create_task(mock.crashed.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:

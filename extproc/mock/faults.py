@@ -92,7 +92,7 @@ class Rule:
 
 
 HEADER = "x-mock-fault"
-_ROLES = frozenset({"prefill", "decode", "regular"})
+_ROLES = frozenset({"prefill", "decode", "regular", "aggregated"})
 
 
 @dataclass(slots=True)

@@ -90,11 +90,17 @@ class Text:
     first: int = END_OF_TEXT  # the token that a prefill writes, even where the limits allow none
 
 
-def write(prompt: Prompt, limits: Limits, natural_length: int) -> Text:
-    """The whole text: ``natural_length`` tokens, the last of which ends it, or what the limits leave of it."""
-    available = max(CONTEXT - prompt.length, 0)
+def write(
+    prompt: Prompt, limits: Limits, natural_length: int, *, context: int = CONTEXT, source: int | None = None
+) -> Text:
+    """The whole text: ``natural_length`` tokens, the last of which ends it, or what the limits leave of it.
+
+    ``context`` bounds prompt and text together, in tokens. ``source`` is the digest of the prompt that the KV cache was
+    computed from; None: of this one.
+    """
+    available = max(context - prompt.length, 0)
     cap = available if limits.max_new_tokens is None else min(limits.max_new_tokens, available)
-    start = (prompt.digest + limits.seed * 7919) % _STORY
+    start = ((prompt.digest if source is None else source) + limits.seed * 7919) % _STORY
     if limits.ignore_eos or cap <= natural_length:
         ids = _read(start, cap)
         finish: dict[str, object] = {"type": "length", "length": cap}

@@ -41,6 +41,7 @@ class Record:
     first_byte: float | None = None  # of the answer's body
     ended: float | None = None
     outcome: Outcome = Outcome.LIVE
+    kv: str | None = None  # what became of the KV cache that a vLLM worker was to fetch: ``vllm.engine.Kv``
 
     @property
     def path(self) -> str:
@@ -76,6 +77,7 @@ class Record:
             "first_byte": self.first_byte,
             "ended": self.ended,
             "outcome": self.outcome.value,
+            "kv": self.kv,
         }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from extproc.mock.engine import AnySequence, Batch, Engine, InternalError, Pace, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from extproc.mock.api import Api, Reply
     from extproc.mock.exchange import Exchange
@@ -22,13 +22,20 @@ class Runner(Generic[AnySequence]):
     """The way of a request through one engine. ``pace`` holds where a fault does not say otherwise.
 
     ``disconnect_delay``: seconds until the engine notices that a client left to which it has sent nothing yet; so long
-    it works on, unless ``/abort_request`` ends it.
+    it works on, unless ``/abort_request`` ends it. ``on_refusal`` is told of each request that the engine refuses.
     """
 
-    def __init__(self, engine: Engine[AnySequence], pace: Pace, disconnect_delay: float) -> None:
+    def __init__(
+        self,
+        engine: Engine[AnySequence],
+        pace: Pace,
+        disconnect_delay: float,
+        on_refusal: Callable[[Api[AnySequence]], None] | None = None,
+    ) -> None:
         self.pace = pace
         self._engine = engine
         self._disconnect_delay = disconnect_delay
+        self._on_refusal = on_refusal
         self._unheard: set[asyncio.Future[Any]] = set()  # work whose client has left
 
     def kill(self) -> None:
@@ -54,6 +61,8 @@ class Runner(Generic[AnySequence]):
             batch = api.batch()
             self._engine.admit(batch)
         except RequestError as problem:
+            if self._on_refusal is not None:
+                self._on_refusal(api)
             if early:
                 await exchange.chunk(api.refusal_events(str(problem)))
                 await exchange.finish()
@@ -74,7 +83,7 @@ class Runner(Generic[AnySequence]):
             if not batch.unheard:
                 self._engine.release(batch)
 
-    async def _complete(self, exchange: Exchange, api: Api[AnySequence], batch: Batch) -> None:
+    async def _complete(self, exchange: Exchange, api: Api[AnySequence], batch: Batch[AnySequence]) -> None:
         pace = self._pace(exchange.fault)
         one = batch.single
         work = self._engine.complete(batch.sequences[0], pace) if one else self._complete_all(batch, pace)
@@ -97,7 +106,7 @@ class Runner(Generic[AnySequence]):
         finally:
             await _cancel(tasks)
 
-    async def _stream(self, exchange: Exchange, api: Api[AnySequence], batch: Batch) -> None:
+    async def _stream(self, exchange: Exchange, api: Api[AnySequence], batch: Batch[AnySequence]) -> None:
         pace = self._pace(exchange.fault)
         if api.prompt_head:
             await exchange.start(headers=api.stream_headers)

@@ -95,8 +95,13 @@ class SglangMock(MockWorker):
     def pace(self, pace: Pace) -> None:
         self._runner.pace = pace
 
+    @property
+    def has_bootstrap(self) -> bool:
+        """Whether decodes meet it at ``bootstrap_port``."""
+        return self.engine.mode is Mode.PREFILL
+
     async def _open(self) -> None:
-        if self.engine.mode is Mode.PREFILL:
+        if self.has_bootstrap:
             self.bootstrap_port = await self.engine.bootstrap.start(self.host, self.bootstrap_port)
 
     async def _close(self) -> None:

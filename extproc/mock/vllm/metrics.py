@@ -1,0 +1,51 @@
+"""``/metrics`` by the engine's names: those that routers and dashboards read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from extproc.mock.vllm.engine import Engine
+
+
+class Metric(NamedTuple):
+    """One line; ``suffix`` makes it a part of a histogram."""
+
+    family: str
+    kind: str
+    value: float
+    labels: str = ""
+    suffix: str = ""
+
+
+def text(engine: Engine) -> bytes:
+    """The exposition."""
+    totals = engine.totals
+    loading = engine.loading
+    found = [
+        Metric("num_requests_running", "gauge", len(engine.live) - loading),
+        Metric("num_requests_waiting", "gauge", loading),
+        Metric("num_requests_waiting_by_reason", "gauge", 0, ',reason="capacity"'),
+        Metric("num_requests_waiting_by_reason", "gauge", loading, ',reason="deferred"'),
+        Metric("kv_cache_usage_perc", "gauge", engine.blocks.usage),
+        Metric("prefix_cache_queries_total", "counter", totals.local_queries),
+        Metric("prefix_cache_hits_total", "counter", totals.local_hits),
+        Metric("external_prefix_cache_queries_total", "counter", totals.queries),
+        Metric("external_prefix_cache_hits_total", "counter", totals.hits),
+        Metric("prompt_tokens_total", "counter", totals.prompt),
+        Metric("generation_tokens_total", "counter", totals.generated),
+    ]
+    for reason, count in totals.ends.items():
+        found.append(Metric("request_success_total", "counter", count, f',finished_reason="{reason}"'))
+    if engine.connector is not None:
+        found += engine.connector.metrics()
+    lines = []
+    told = ""
+    for metric in found:
+        name = f"vllm:{metric.family}"
+        if name != told:
+            lines.append(f"# TYPE {name} {metric.kind}")
+            told = name
+        labels = f'engine="0",model_name="{engine.options.model}"{metric.labels}'
+        lines.append(f"{name}{metric.suffix}{{{labels}}} {float(metric.value)}")
+    return ("\n".join(lines) + "\n").encode()

@@ -1,0 +1,211 @@
+"""Mooncake's connector: the two legs meet by a transfer id, after the decode has asked a bootstrap server for the way.
+
+The prefill's bootstrap server answers ``GET /query`` with the worker addresses of each rank; a decode asks it once for
+each engine id that it does not know. Which of the two legs comes first does not matter; the prefill's answer
+waits for nobody (0.32, ``distributed/kv_transfer/kv_connector/v1/mooncake``). Lines between the two processes
+(``peers``): ``want <number> <transfer id>``, which is answered when the prefill is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from extproc.mock.engine import CrashError
+from extproc.mock.exchange import Exchange
+from extproc.mock.faults import Faults
+from extproc.mock.http_server import HttpServer
+from extproc.mock.recorder import Outcome, Recorder
+from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence
+from extproc.mock.vllm.peers import Listener, LoadError, Peers
+
+if TYPE_CHECKING:
+    from extproc.mock.lines import Lines
+
+log = logging.getLogger(__name__)
+_REMOTE = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+_RECORDS = 1000
+_ATTEMPTS = 3  # of a bootstrap query
+_RETRY = 0.1  # seconds between them
+
+
+class Mooncake(Connector):
+    """The connector of one process."""
+
+    name = "MooncakeConnector"
+
+    def __init__(self, engine: Engine, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.port = 0
+        self.peers = Peers()
+        self.listener = Listener(self._hear)
+        self.bootstrap = Bootstrap(engine_id)
+        self._engine = engine
+        self._waiting: dict[str, list[tuple[Lines, str]]] = {}  # decodes by the transfer id that they want
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._known: dict[str, tuple[str, int]] = {}  # engine ids and where their workers are
+        self._pulls: dict[str, asyncio.Future[int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen for decodes."""
+        self.port = await self.listener.start(host, port)
+        self.bootstrap.worker = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def stop(self) -> None:
+        """Break every connection."""
+        self.listener.stop()
+        self.peers.close()
+        for timer in self._timers:
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def survive(self, sequence: Sequence) -> None:
+        """``assert not self.is_kv_producer``: either role dies of the other one's parameters."""
+        params = sequence.handoff or {}
+        role = self._engine.role
+        if params.get("do_remote_prefill"):
+            if role is Role.PREFILL:
+                raise CrashError
+        elif params.get("do_remote_decode") and role is Role.DECODE:
+            raise CrashError
+
+    def incomplete(self, params: dict[str, Any]) -> bool:
+        """Whether parameters that ask for a remote prefill lack what it takes."""
+        return not all(name in params for name in _REMOTE)
+
+    async def load(self, params: dict[str, Any]) -> int:
+        """Ask the prefill for the KV cache of the transfer."""
+        transfer = str(params["transfer_id"])
+        host, port = await self._worker(str(params["remote_engine_id"]), str(params["remote_bootstrap_addr"]))
+        peer = await self.peers.peer(host, port)
+        pull = self._pulls.get(transfer)
+        if pull is None or pull.done():  # sequences of one request go in one message there, and all get what comes
+            pull = self._pulls[transfer] = peer.ask("want", transfer)
+            pull.add_done_callback(lambda _: self._pulls.pop(transfer, None))
+        return await asyncio.shield(pull)
+
+    def release_remote(self, params: dict[str, Any]) -> None:
+        """The blocks are asked for, so that they get free; without an address this is a ``KeyError`` in the core."""
+        if self._engine.role is Role.PREFILL or ("transfer_id" in params and self.incomplete(params)):
+            raise CrashError
+        if "transfer_id" in params:
+            task = asyncio.get_running_loop().create_task(self._fetch_in_vain(params))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def finished(self, sequence: Sequence) -> dict[str, Any] | None:
+        """Keep the blocks of a prefill that has ended by length under its transfer id, and serve who waits for it."""
+        params = sequence.handoff or {}
+        transfer = params.get("transfer_id")
+        if params.get("do_remote_decode") and transfer and sequence.capped:
+            engine = self._engine
+            engine.pins.hold(str(transfer), sequence.blocks, sequence.digest)
+            sequence.blocks = []
+            self._serve(str(transfer))
+        return None
+
+    async def _fetch_in_vain(self, params: dict[str, Any]) -> None:
+        with contextlib.suppress(LoadError):
+            await self.load(params)
+
+    async def _worker(self, engine_id: str, bootstrap: str) -> tuple[str, int]:
+        if engine_id not in self._known:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._known.update(await _query(bootstrap))
+                    break
+                except (aiohttp.ClientError, ValueError):
+                    if attempt < _ATTEMPTS - 1:
+                        await asyncio.sleep(_RETRY)
+        if engine_id not in self._known:
+            raise LoadError(f"remote engine_id {engine_id} not found from bootstrap server {bootstrap}")
+        return self._known[engine_id]
+
+    def _hear(self, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
+        if word != "want":
+            return
+        transfer = arguments[0]
+        self._waiting.setdefault(transfer, []).append((peer, number))
+        loop = asyncio.get_running_loop()
+        self._timers = {timer for timer in self._timers if timer.when() > loop.time() and not timer.cancelled()}
+        self._timers.add(loop.call_later(self._engine.options.lease, self._give_up, transfer, peer, number))
+        self._serve(transfer)
+
+    def _serve(self, transfer: str) -> None:
+        digest = self._engine.pins.digest(transfer)
+        if digest is None or transfer not in self._waiting:
+            return
+        for peer, number in self._waiting.pop(transfer):
+            peer.send(f"kv {number} {digest}")
+        self._engine.pins.release(transfer)
+
+    def _give_up(self, transfer: str, peer: Lines, number: str) -> None:
+        waiting = self._waiting.get(transfer, [])
+        if (peer, number) in waiting:
+            waiting.remove((peer, number))
+            if not waiting:
+                del self._waiting[transfer]
+            peer.send(f"fail {number} Timeout waiting for P side ready.")
+
+
+class Bootstrap:
+    """A prefill's bootstrap server."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.worker = ""
+        self.port = 0
+        self.queries = 0
+        self._server = HttpServer(
+            self._handle,
+            Recorder(_RECORDS),
+            Faults("prefill"),
+            inference_paths=frozenset(),
+            keep_alive=5.0,
+            on_error=_log,
+        )
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen."""
+        self.port = await self._server.start(host, port)
+
+    async def stop(self) -> None:
+        """Listen no longer."""
+        if self.port:
+            await self._server.stop(0)
+
+    def kill(self) -> None:
+        """Be gone at once."""
+        if self.port:
+            self._server.abort(Outcome.CRASHED)
+
+    async def _handle(self, exchange: Exchange) -> None:
+        if exchange.record.path != "/query":
+            await exchange.reply(404, b'{"detail":"Not Found"}')
+            return
+        self.queries += 1
+        entry = {"engine_id": self.engine_id, "worker_addr": {"0": {"0": self.worker}}}
+        await exchange.reply(200, orjson.dumps({"0": entry}))
+
+
+async def _query(bootstrap: str) -> dict[str, tuple[str, int]]:
+    """The addresses of a bootstrap server's workers by their engine ids; raises ClientError, ValueError."""
+    async with aiohttp.ClientSession() as session, session.get(f"{bootstrap}/query") as answer:
+        data = await answer.json()
+    found = {}
+    for entry in data.values():
+        address = urlsplit(entry["worker_addr"]["0"]["0"])
+        found[str(entry["engine_id"])] = (str(address.hostname), int(address.port or 0))
+    return found
+
+
+def _log(exchange: Exchange, error: Exception) -> None:
+    log.error("%s %s", exchange.record.method, exchange.record.target, exc_info=error)
