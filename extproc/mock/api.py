@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -128,7 +129,8 @@ def parse(kind: type[Body], data: bytes, *, context: bool = False) -> Body:
         raise InvalidBodyError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
         return kind.model_validate(orjson.loads(data))
-    except orjson.JSONDecodeError as problem:
+    except orjson.JSONDecodeError:
+        problem = _json_problem(data)
         found = {
             "type": "json_invalid",
             "loc": ("body", problem.pos),
@@ -140,6 +142,17 @@ def parse(kind: type[Body], data: bytes, *, context: bool = False) -> Body:
     except ValidationError as problem:
         details = problem.errors(include_url=False, include_context=context)
         raise InvalidBodyError([{**entry, "loc": ("body", *entry["loc"])} for entry in details]) from None
+
+
+def _json_problem(data: bytes) -> json.JSONDecodeError:
+    """What is wrong with a text that is no JSON, in the words of the parser that FastAPI uses."""
+    try:
+        json.loads(data)
+    except json.JSONDecodeError as problem:
+        return problem
+    except UnicodeDecodeError:
+        pass
+    return json.JSONDecodeError("JSON decode error", "", 0)
 
 
 def require_json(record: Record) -> None:
