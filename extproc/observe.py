@@ -34,6 +34,9 @@ class RequestLog:
                 "stream": record.stream or None,
                 "samples": record.samples if record.samples > 1 else None,
                 "handoff": record.handoff or None,
+                "kv": record.kv or None,
+                "kv_note": record.note or None,
+                "attempts": record.attempts if record.attempts > 1 else None,
                 "prefill": record.prefill or None,
                 "decode": record.decode or None,
                 "route_ms": _ms(record.sent, started),
@@ -57,6 +60,14 @@ class RequestMetrics:
             "Requests that are over, by what the client was told; code is empty when a worker answered.",
             ("api", "handoff", "status", "code", "outcome"),
         )
+        self._caches = metrics.counter(
+            "pd_kv_caches_total",
+            "Requests by what became of the prompt's KV cache: handed over, recomputed by the decode, or none needed.",
+            ("handoff", "kv"),
+        )
+        self._retries = metrics.counter(
+            "pd_retries_total", "Attempts after a request's first, each on another pair.", ("handoff",)
+        )
         self._counters: dict[tuple[str, str, int, str], Counter] = {}
         self._duration = metrics.histogram(
             "pd_request_duration_seconds", "From the request's head to the end of its answer.", ("api",)
@@ -76,7 +87,7 @@ class RequestMetrics:
 
         def collect() -> None:
             self._in_flight.set(gateway.alive)
-            self._rooms.set(gateway.handoff.live)
+            self._rooms.set(gateway.handoffs.live)
 
         self._metrics.before_render(collect)
 
@@ -88,6 +99,10 @@ class RequestMetrics:
             labels = (record.api, record.handoff, str(record.status), record.code, outcome_of(record))
             counter = self._counters[key] = self._requests.labels(*labels)
         counter.value += 1
+        if record.kv:
+            self._caches.labels(record.handoff, record.kv).value += 1
+        if record.attempts > 1:
+            self._retries.labels(record.handoff).value += record.attempts - 1
         started = record.started
         self._duration.labels(record.api).observe(record.ended - started)
         if record.prefill_ended:

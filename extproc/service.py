@@ -26,16 +26,17 @@ from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.envoy_config import dataplane_config
 from extproc.errors import GatewayError
+from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
-from extproc.handoff.sglang import SglangHandoff
+from extproc.handoff.table import Handoffs
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
-from extproc.settings import GivenWorker, GrpcTransport, PolicyName, Settings
+from extproc.settings import GivenWorker, GrpcTransport, MooncakeDispatch, PolicyName, Settings
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
@@ -109,11 +110,12 @@ class Service:
         self.gateway = Gateway(
             _gateway_config(settings),
             Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
-            SglangHandoff(),
+            Handoffs(mooncake_in_turn=settings.mooncake_dispatch is MooncakeDispatch.SEQUENTIAL),
             self._egress,
             LoopClock(),
             Observers(RequestLog(), request_metrics),
             self._monitor.report_unreachable,
+            self._monitor.report_failure,
         )
         request_metrics.watch(self.gateway)
 
@@ -340,4 +342,17 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         api_key=settings.api_key,
         response_headers=settings.response_headers,
         trust_client=settings.trust_client_control_fields,
+        retry=_retry_policy(settings),
+        kv_missing=settings.kv_missing,
+    )
+
+
+def _retry_policy(settings: Settings) -> RetryPolicy:
+    return RetryPolicy(
+        on_prefill_failure=settings.on_prefill_failure,
+        attempts=1 if settings.disable_retries else settings.retry_max_retries,
+        initial=settings.retry_initial_backoff_ms / 1000,
+        maximum=settings.retry_max_backoff_ms / 1000,
+        multiplier=settings.retry_backoff_multiplier,
+        jitter=settings.retry_jitter_factor,
     )

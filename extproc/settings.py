@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from extproc.exchange.attempts import KvMissing, OnPrefillFailure
 from extproc.given_workers import DecodeWorkers, GivenWorker, PrefillWorkers
 from extproc.logs import LogLevel
 from extproc.names import REQUEST_ID_HEADERS
@@ -35,10 +36,8 @@ from extproc.values import (
     HeaderNames,
     IpAddress,
     Key,
-    KvMissing,
     Mode,
     MooncakeDispatch,
-    OnPrefillFailure,
     Policy,
     PolicyName,
     Port,

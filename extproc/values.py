@@ -44,21 +44,6 @@ class GrpcTransport(Enum):
     GRPCIO = "grpcio"
 
 
-class OnPrefillFailure(Enum):
-    """What a failed prefill leg leads to."""
-
-    RETRY = "retry"
-    DECODE_ONLY = "decode-only"
-    FAIL = "fail"
-
-
-class KvMissing(Enum):
-    """What is done when a prefill has answered without what decode needs to fetch its cache."""
-
-    RECOMPUTE = "recompute"
-    FAIL = "fail"
-
-
 class MooncakeDispatch(Enum):
     """When a Mooncake decode leg is sent: with its prefill leg, or after it."""
 

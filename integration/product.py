@@ -222,7 +222,7 @@ class Product:
     async def settled(self) -> None:
         """Wait until no request is under way, and see that nothing is left of any."""
         await self.records.until(lambda: self.gateway.alive == 0)
-        assert self.gateway.handoff.live == 0
+        assert self.gateway.handoffs.live == 0
         assert self.load == {}
         for mock in self.mocks:
             await mock.idle()

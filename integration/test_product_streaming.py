@@ -156,7 +156,7 @@ async def test_a_workers_load_lasts_as_long_as_its_leg(product: Product, kind):
     assert list(product.load.values()) == [samples]
     loads = (await product.client.get("/get_loads")).json["loads"]
     assert {load["worker"]: load["num_running_reqs"] for load in loads if load["num_running_reqs"]} == product.load
-    assert product.gateway.handoff.live == samples
+    assert product.gateway.handoffs.live == samples
     exchange.close()
     await product.settled()
 

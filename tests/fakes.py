@@ -15,7 +15,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
-from extproc.handoff.sglang import SglangHandoff
+from extproc.handoff.table import Handoffs
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
@@ -175,7 +175,7 @@ class Records(list):
 class Rig:
     """A gateway with two prefill and two decode workers, and whatever has happened around it."""
 
-    def __init__(self, *workers: Worker, **config) -> None:
+    def __init__(self, *workers: Worker, mooncake_in_turn: bool = False, **config) -> None:
         self.workers = workers or (
             worker(Role.PREFILL, 1, bootstrap_port=8998),
             worker(Role.PREFILL, 2, bootstrap_port=8999),
@@ -187,10 +187,18 @@ class Rig:
         self.clock = FakeClock()
         self.records = Records()
         self.unreachable = []
+        self.failing = []
         placer = Placer(self.fleet, RoundRobinPolicy(), RoundRobinPolicy())
         config = GatewayConfig(**config)
         self.gateway = Gateway(
-            config, placer, SglangHandoff(), self.egress, self.clock, self.records, self.unreachable.append
+            config,
+            placer,
+            Handoffs(mooncake_in_turn=mooncake_in_turn),
+            self.egress,
+            self.clock,
+            self.records,
+            self.unreachable.append,
+            self.failing.append,
         )
 
     def open(self) -> Client:
@@ -209,7 +217,7 @@ class Rig:
 
     def assert_nothing_is_left(self) -> None:
         assert self.gateway.alive == 0
-        assert self.gateway.handoff.live == 0
+        assert self.gateway.handoffs.live == 0
         assert {w.id: w.load for w in self.workers if w.load} == {}
 
 

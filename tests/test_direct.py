@@ -6,6 +6,7 @@ import pytest
 from fakes import Rig, mutated, worker
 
 from extproc.errors import GatewayError
+from extproc.exchange.attempts import RetryPolicy
 from extproc.workers.worker import Role
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]}
@@ -14,7 +15,7 @@ PATH = "/v1/chat/completions"
 
 @pytest.fixture
 def rig():
-    return Rig()
+    return Rig(retry=RetryPolicy(attempts=1))  # tests/test_retries.py has the others
 
 
 def released(client):

@@ -13,8 +13,9 @@ from extproc.control.metrics import Metrics
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.paths import DECODE_PATHS, INFERENCE_PATHS, PREFILL_PATHS
 from extproc.errors import CATALOGUE
-from extproc.exchange.clock import ABORT_SECONDS, HOLD_SECONDS, LINGER_SECONDS
+from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, LINGER_SECONDS
 from extproc.flags import add_arguments, read_settings, split_prefill
+from extproc.handoff import sglang, vllm
 from extproc.observe import RequestMetrics
 from extproc.policies.placement import CANDIDATES
 from extproc.settings import Settings
@@ -42,9 +43,11 @@ def test_every_error_is_in_the_table_as_the_catalogue_has_it():
 def test_times_and_limits_are_the_codes():
     timeouts = "\n".join(" ".join(row) for row in rows("Timeouts"))
     config = DataplaneConfig(extproc="unix:/a", ads="unix:/b", control="unix:/c", egress="unix:/d")
-    assert f"{HOLD_SECONDS * 1000:g} ms" in timeouts
+    assert f"(SGLang) {sglang.HOLD_SECONDS * 1000:g} ms" in timeouts
+    assert f"(vLLM, Mooncake) {vllm.HOLD_SECONDS:g} s" in timeouts
+    assert f"that nobody wants any more (Mooncake) {LEFTOVER_SECONDS:g} s" in timeouts
     assert f"{LINGER_SECONDS * 1000:g} ms" in timeouts
-    assert f"abort request to a worker {ABORT_SECONDS:g} s" in timeouts
+    assert f"abort request to a worker, and the like {ABORT_SECONDS:g} s" in timeouts
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts
     assert config.idle_timeout - config.request_timeout == 5

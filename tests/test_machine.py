@@ -7,11 +7,26 @@ from extproc.exchange.machine import RULES, Event, IllegalTransitionError, Outsi
 # What must happen, written down a second time: (state, event) -> (state after, what is done).
 EXPECTED = """
 READY              ACCEPTED          PARALLEL           send_both
+READY              ACCEPTED_IN_TURN  PREFILLING         send_prefill
 READY              ACCEPTED_ALONE    DECODING           release
 READY              EXPIRED           ENDED              answer_error
 READY              CLOSED            OVER               finish
+PREFILLING         PREFILL_DONE      DECODING           release
+PREFILLING         PREFILL_FAILED    ENDED              answer_error
+PREFILLING         PREFILL_REPLACED  PAUSED             pause
+PREFILLING         PREFILL_WAIVED    DECODING           release
+PREFILLING         EXPIRED           ENDED              drop_prefill answer_error
+PREFILLING         CLOSED            OVER               drop_prefill finish
+PAUSED             ACCEPTED          PARALLEL           send_both
+PAUSED             ACCEPTED_IN_TURN  PREFILLING         send_prefill
+PAUSED             ACCEPTED_ALONE    DECODING           release
+PAUSED             PREFILL_FAILED    ENDED              answer_error
+PAUSED             EXPIRED           ENDED              answer_error
+PAUSED             CLOSED            OVER               finish
 PARALLEL           PREFILL_DONE      DECODING
 PARALLEL           PREFILL_FAILED    ENDED              drop_decode answer_error
+PARALLEL           PREFILL_REPLACED  OVER               relay drop_decode give_back
+PARALLEL           DECODE_REPLACED   OVER               relay drop_prefill give_back
 PARALLEL           DECODE_HEAD       ANSWERING_PARALLEL pass_head
 PARALLEL           DECODE_HEAD_EARLY HELD               hold_head
 PARALLEL           DECODE_REFUSED    ANSWERING          drop_prefill pass_head
@@ -20,11 +35,13 @@ PARALLEL           CLOSED            OVER               drop_prefill drop_decode
 DECODING           DECODE_HEAD       ANSWERING          pass_head
 DECODING           DECODE_HEAD_EARLY ANSWERING          pass_head
 DECODING           DECODE_REFUSED    ANSWERING          pass_head
+DECODING           DECODE_REPLACED   OVER               relay give_back
 DECODING           EXPIRED           ENDED              drop_decode answer_error
 DECODING           CLOSED            OVER               drop_decode finish
 HELD               HELD_ENOUGH       ANSWERING_PARALLEL pass_head
 HELD               PREFILL_DONE      ANSWERING          pass_head
 HELD               PREFILL_FAILED    ENDED              drop_decode answer_error
+HELD               PREFILL_REPLACED  OVER               relay drop_decode give_back
 HELD               EXPIRED           ENDED              drop_prefill drop_decode answer_error
 HELD               CLOSED            OVER               drop_prefill drop_decode finish
 ANSWERING_PARALLEL PREFILL_DONE      ANSWERING
@@ -79,11 +96,17 @@ def paths(state, seen=()):
 ALL_PATHS = [sum(steps, ()) for steps in paths(State.READY)]
 
 
-def test_every_way_ends_with_finish_and_only_once():
+def test_every_way_gives_everything_back_and_only_once():
     assert len(ALL_PATHS) > 20
     for actions in ALL_PATHS:
-        assert actions.count("finish") == 1
-        assert actions[-1] == "finish"
+        assert actions.count("finish") + actions.count("relay") == 1
+        assert actions[-1] == ("give_back" if "relay" in actions else "finish")
+
+
+def test_who_hands_the_request_on_says_nothing_to_the_client_and_gives_all_back():
+    for actions in ALL_PATHS:
+        if "relay" in actions:
+            assert not {"answer_error", "pass_head"} & set(actions)
 
 
 def test_no_way_answers_the_client_twice():

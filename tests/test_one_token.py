@@ -82,9 +82,14 @@ def test_the_pairs_own_edits_stay():
 
 
 def test_a_rule_wins_over_the_pairs_own_edits():
-    edits = Edits({"n": b"3", "stream": b"true", "max_completion_tokens": b"5"}, {"ignore_eos", "top_k"})
+    edits = Edits({"n": b"3", "stream": b"true"}, {"ignore_eos", "top_k"})
     made = json.loads(leg(CHAT, {"messages": MESSAGES, "ignore_eos": False, "top_k": 5}, edits))
-    assert made == {"messages": MESSAGES, "n": 1, "stream": False, "max_completion_tokens": 1, "ignore_eos": True}
+    assert made == {"messages": MESSAGES, "n": 1, "stream": False, "max_tokens": 1, "ignore_eos": True}
+
+
+def test_but_a_cap_of_the_pairs_own_stays():
+    made = json.loads(leg(COMPLETIONS, {"prompt": "a", "max_tokens": 7}, Edits({"max_tokens": b"0"})))
+    assert made == {"prompt": "a", "max_tokens": 0, "ignore_eos": True}
 
 
 def test_parameters_of_the_pairs_own_edits_are_the_ones_that_are_capped():

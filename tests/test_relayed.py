@@ -6,6 +6,7 @@ import pytest
 from fakes import Rig, mutated
 
 from extproc.exchange import wire
+from extproc.exchange.attempts import RetryPolicy
 from extproc.transport.interface import Lost
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "n": 2}
@@ -14,7 +15,7 @@ PATH = "/v1/chat/completions"
 
 @pytest.fixture
 def rig():
-    return Rig()
+    return Rig(retry=RetryPolicy(attempts=1))  # tests/test_retries.py has the others
 
 
 def chat_answer(text):

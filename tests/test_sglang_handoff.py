@@ -5,6 +5,7 @@ import json
 import pytest
 from fakes import worker
 
+from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from extproc.handoff import sglang
@@ -35,7 +36,12 @@ def test_rooms_are_63_bits_and_never_two_alike(monkeypatch):
 
 
 def plan(request, prefill=PREFILL, edits=None, **options):
-    return sglang.SglangHandoff().plan(request, prefill, edits or {}, **options)
+    return sglang.SglangHandoff().plan(request, prefill, both(edits or {}), **options)
+
+
+def both(edits):
+    """The same edits for both legs."""
+    return LegEdits(Edits(edits), Edits(edits))
 
 
 def test_both_legs_get_the_same_bytes_plus_the_bootstrap_fields():
@@ -57,7 +63,7 @@ def test_rooms_are_taken_until_the_plan_is_released():
 def test_a_plan_that_cannot_be_made_takes_no_room():
     handoff = sglang.SglangHandoff()
     with pytest.raises(TypeError):
-        handoff.plan(chat(), PREFILL, {"n": None})
+        handoff.plan(chat(), PREFILL, both({"n": None}))
     assert handoff.live == 0
 
 

@@ -46,6 +46,19 @@ class Edits(NamedTuple):
 NO_EDITS: Final = Edits()
 
 
+class LegEdits(NamedTuple):
+    """In what the two legs of a pair differ from the client's request.
+
+    Attributes:
+        prefill, decode: the edits.
+        prompt_logprobs: the prefill's answer must hold the log probabilities of the prompt's tokens.
+    """
+
+    prefill: Edits = NO_EDITS
+    decode: Edits = NO_EDITS
+    prompt_logprobs: bool = False
+
+
 class JsonObject:
     """One JSON object in its raw bytes.
 

@@ -6,7 +6,7 @@ import re
 from typing import Any, Final, NamedTuple
 
 from extproc.apis.json_object import JsonObject
-from extproc.apis.table import COMPLETIONS, GENERATE, RESPONSES, Api
+from extproc.apis.table import COMPLETIONS, GENERATE, RESPONSES, STORED_RESPONSES, Api
 from extproc.errors import GatewayError
 
 # A client must not choose where its KV cache goes or comes from: these are ours to set (SGLang io_struct.py,
@@ -21,6 +21,7 @@ CONTROL_FIELDS: Final = frozenset(
         "data_parallel_rank",
         "disagg_prefill_dp_rank",
         "decode_tp_size",
+        "ec_transfer_params",
         "encoder_urls",
         "http_worker_ipc",
         "kv_transfer_params",
@@ -48,6 +49,10 @@ _DECISIVE: Final = CONTROL_FIELDS | {
     "logprobs",
     "seed",
 }
+# Objects whose members vLLM gives to its scheduler as they are: there the same fields can hide, and kill the engine.
+_PASSED_THROUGH: Final = (("vllm_xargs", None), ("sampling_params", "extra_args"))
+_TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
+MAX_PROMPTS: Final = 1024  # vLLM's limit (VLLM_MAX_COMPLETION_PROMPTS); each may be a pair of legs
 MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs here
 _QUOTE, _BRACKET, _BRACE = b'"[{'
 _LISTS: Final = {"messages": "a list of messages", "token_ids": "a list of token ids", "tokens": "a list of token ids"}
@@ -88,6 +93,7 @@ class InferenceRequest(NamedTuple):
             key = min(decisive)
             raise GatewayError("duplicate_parameter", f"`{key}` occurs more than once in the body", param=key)
         _require_prompt(api, body)
+        _refuse_hidden_transfers(body)
         if api is RESPONSES and body.get("background"):
             raise GatewayError("invalid_type", "`background` cannot be served by a pair of legs", param="background")
         return cls(
@@ -99,6 +105,18 @@ class InferenceRequest(NamedTuple):
             prompts=_prompts(api, body),
             prompt_logprobs=_wants_prompt_logprobs(api, body),
         )
+
+
+def _refuse_hidden_transfers(body: JsonObject) -> None:
+    for key, inner in _PASSED_THROUGH:
+        if body.first_byte(key) != _BRACE:
+            continue
+        value = body.get(key)
+        held = value if inner is None else value.get(inner)
+        for transfer in _TRANSFERS if isinstance(held, dict) else ():
+            if transfer in held:
+                name = f"{key}.{transfer}" if inner is None else f"{key}.{inner}.{transfer}"
+                raise GatewayError("invalid_type", f"`{name}` is not a client's to set", param=name)
 
 
 def _typed(body: JsonObject, key: str, kind: type) -> Any:
@@ -166,8 +184,14 @@ def _prompts(api: Api, body: JsonObject) -> int | None:
             raise GatewayError("invalid_type", f"`{key}` must not be an empty list", param=key)
         depth = opening.count(b"[")
         deep_enough = depth > 2 if key == "input_embeds" else depth > 1 or opening.endswith(b'"')
-        return len(body.items_of(key)) if deep_enough else None
+        return _counted(key, len(body.items_of(key))) if deep_enough else None
     return None
+
+
+def _counted(key: str, prompts: int) -> int:
+    if prompts > MAX_PROMPTS:
+        raise GatewayError("invalid_type", f"`{key}` must not hold more than {MAX_PROMPTS} prompts", param=key)
+    return prompts
 
 
 def _wants_prompt_logprobs(api: Api, body: JsonObject) -> bool:
@@ -185,3 +209,7 @@ def _wants_prompt_logprobs(api: Api, body: JsonObject) -> bool:
 
 def _any(value: Any) -> bool:
     return any(value) if isinstance(value, list) else bool(value)
+
+
+# Not read from a body: what such a request asks for is in its path, and it goes to its worker as it is.
+ABOUT_STORED: Final = InferenceRequest(STORED_RESPONSES, JsonObject(b"{}"), None, False, 1, None, False)  # noqa: FBT003

@@ -10,6 +10,8 @@ from typing import Final
 class Flow(Enum):
     """How a request of an API is served by a prefill/decode fleet."""
 
+    KEEPER = "keeper"  # the decode worker that keeps what is asked for answers alone
+
     PAIR = "pair"  # a prefill leg and a decode leg with a handoff between them
     PREFILL_ONLY = "prefill_only"  # one prefill worker answers alone; nothing is handed off
 
@@ -136,4 +138,22 @@ _ALL: Final = (
     RERANK,
     RERANK_SHORT,
 )
+# Everything below this path; the rest of it names the response, and what is wanted of it.
+STORED_RESPONSES: Final = Api(
+    "stored_responses", "/v1/responses/", "/v1/responses/", "req-", ("input",), flow=Flow.KEEPER
+)
+
 APIS: Final[dict[str, Api]] = {api.path: api for api in _ALL}
+
+
+def api_of(path: str) -> Api | None:
+    """The endpoint at a client's path, whatever its query; None when there is none."""
+    api = APIS.get(path) or APIS.get(path.partition("?")[0])
+    if api is None and path.startswith(STORED_RESPONSES.path):
+        return STORED_RESPONSES
+    return api
+
+
+def stored_name(path: str) -> str:
+    """The name of the stored response that a path below STORED_RESPONSES asks about."""
+    return path.partition("?")[0].removeprefix(STORED_RESPONSES.path).partition("/")[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-# How long a prefill leg may go on after the decode's answer ended, and how long an early decode head is kept back.
-# Measured on real SGLang: a prefill answers between 5 ms before and 40 ms after the decode's first token; one that
-# refuses a request does so within 3 ms.
+# How long a prefill leg may go on after the decode's answer ended. Measured on real SGLang: a prefill answers between
+# 5 ms before and 40 ms after the decode's first token.
 LINGER_SECONDS: Final = 0.05
-HOLD_SECONDS: Final = 0.03
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
+LEFTOVER_SECONDS: Final = 60.0  # for a prefill leg that nobody wants any more, where it must be let finish
+UNPIN_SECONDS: Final = 0.1  # for Envoy to end a decode leg
+SECOND_CALL_SECONDS: Final = 2.0  # for Envoy to open the call of a late answer (0.5 ms, measured)
 CLOSING_SECONDS: Final = 5.0  # for Envoy to close a call that we have ended
 
 

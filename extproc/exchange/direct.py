@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
+from extproc.apis.json_object import Edits, LegEdits
+from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, InferenceRequest
+from extproc.apis.table import RESPONSES, Flow
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.clock import HOLD_SECONDS, LINGER_SECONDS, Handle
+from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
+from extproc.exchange.clock import LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
-from extproc.exchange.legs import WholeAnswer, destinations, leg_headers, leg_path, send_aborts
+from extproc.exchange.legs import (
+    AnswerHead,
+    Leftover,
+    WholeAnswer,
+    destinations,
+    kv_missing,
+    leg_headers,
+    leg_path,
+    report,
+    send_orders,
+    unpin,
+)
 from extproc.exchange.machine import Event, Outside, State, rule_of
-from extproc.exchange.record import named, server_timing
-from extproc.handoff.handoff import Plan
-from extproc.names import ERROR_CODE, UPSTREAM
+from extproc.exchange.placed import Placed
+from extproc.exchange.record import NO_PARAMS, WAIVED, named, server_timing
+from extproc.exchange.relayed import Origin, RelayedCourse
+from extproc.handoff.handoff import Handoff, Kv, Plan
+from extproc.merge.parts import joint_of
+from extproc.names import CLUSTER
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
+from extproc.workers.endpoints import PREFILL_CLUSTER
 from extproc.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
@@ -26,8 +44,9 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 _LAST: Final = (Event.CLOSED, Event.LINGERED)  # after these nothing more will happen
-_NO_EDITS: Final[Mapping[str, bytes]] = {}
+WHOLE: Final = LegEdits()
 _NO_AUTHORIZATION: Final = wire.remove_header(b"authorization")
+_PREFILL_CLUSTER: Final = wire.set_header(CLUSTER.encode(), PREFILL_CLUSTER.encode())
 _JSON: Final = wire.set_header(b"content-type", b"application/json")
 
 
@@ -35,15 +54,20 @@ class DirectCourse:
     """The Outside of a direct exchange, and its Course."""
 
     __slots__ = (
+        "_attempts",
         "_body",
         "_decode",
-        "_early_head",
+        "_edits",
         "_error",
+        "_handoff",
         "_head",
-        "_holding",
+        "_hold",
+        "_leftover",
         "_leg",
         "_local_reply",
+        "_params",
         "_path",
+        "_pause",
         "_plan",
         "_prefill",
         "_released",
@@ -51,6 +75,8 @@ class DirectCourse:
         "_session",
         "_state",
         "_status",
+        "_stored",
+        "_timer",
         "_upstreams",
     )
 
@@ -62,75 +88,113 @@ class DirectCourse:
         self._state = State.READY
         self._upstreams = upstreams  # where Envoy may send the released request, in order
         self._decode = upstreams[0]  # who has the released request, as far as known
+        self._handoff: Handoff | None = None
         self._prefill: Worker | None = None
         self._leg: Leg | None = None
+        self._leftover: Leftover | None = None
         self._plan: Plan | None = None
-        self._body = b""  # of the released request, until it is released
-        self._early_head = False
+        self._body: bytes | None = b""  # of the released request, until it is released; None: it has none
+        self._edits = WHOLE
+        self._stored = ""  # the name under which the decode may keep its answer
+        self._params = b""  # what a decode may still have to be told of, for the prefill to free the KV cache
+        self._hold = 0.0  # seconds that the decode's head may be kept back for the prefill's fate
         self._error: GatewayError | None = None
-        self._holding: Handle | None = None
+        self._attempts: Attempts | None = None
+        self._pause = 0.0  # seconds before the next attempt
+        self._timer: Handle | None = None
         self._status = 0  # of the decode's answer
         self._local_reply = ""  # the code of an answer that Envoy made up itself
         self._released = False
 
     @classmethod
-    def paired(cls, session: Session, head: RequestHead, request: InferenceRequest) -> DirectCourse:
-        """A request for a prefill/decode pair. Raises GatewayError when there is none."""
-        gateway = session.gateway
-        pair = gateway.placer.pair(request.model)
-        course = cls(session, head, request, pair.decodes)
-        course._prefill = pair.prefill
-        course._early_head = request.stream and request.api.early_head
-        plan = course._plan = gateway.handoff.plan(
-            request, pair.prefill, _NO_EDITS, trust_client=gateway.config.trust_client
-        )
-        course._body = plan.decode
-        record = session.record
-        record.handoff = gateway.handoff.name
-        record.prefill = pair.prefill.name
+    def paired(cls, session: Session, head: RequestHead, request: InferenceRequest, placed: Placed) -> DirectCourse:
+        """A request for a prefill/decode pair."""
+        course = cls(session, head, request, placed.pair.decodes)
+        course._attempts = Attempts(session.gateway.config.retry, session.deadline)
+        course._place(placed)
         return course
 
     @classmethod
-    def alone(cls, session: Session, head: RequestHead, request: InferenceRequest) -> DirectCourse:
-        """A request that one prefill worker answers. Raises GatewayError when there is none."""
-        course = cls(session, head, request, session.gateway.placer.prefills(request.model))
+    def alone(
+        cls,
+        session: Session,
+        head: RequestHead,
+        request: InferenceRequest,
+        workers: Sequence[Worker],
+    ) -> DirectCourse:
+        """A request that the first of ``workers`` which can be reached answers alone."""
+        course = cls(session, head, request, workers)
+        course._name_response(workers[0])
         drop = () if session.gateway.config.trust_client else CONTROL_FIELDS
-        course._body = request.body.edited({}, drop)
+        course._body = request.body.edited(course._edits.decode.put, drop)
         return course
+
+    @classmethod
+    def stored(cls, session: Session, head: RequestHead, keeper: Worker, body: bytes | None) -> DirectCourse:
+        """A request about a stored response, for the worker that keeps it, as the client sent it."""
+        course = cls(session, head, ABOUT_STORED, (keeper,))
+        course._path = head.path.encode("latin-1")
+        course._body = body
+        return course
+
+    def _name_response(self, worker: Worker) -> None:
+        """Name a response that ``worker`` will make, unless the client did, so that it can be found again."""
+        request = self._request
+        if request.api is not RESPONSES:
+            return
+        given = request.body.get("request_id") if "request_id" in request.body else None
+        if isinstance(given, str):
+            self._stored = given
+            return
+        name = self._stored = self._session.gateway.stored.name(worker)
+        edits = Edits({"request_id": b'"%b"' % name.encode()})
+        self._edits = LegEdits(edits, edits)
+
+    def _place(self, placed: Placed) -> None:
+        """Prepare an attempt."""
+        gateway = self._session.gateway
+        pair, handoff = placed
+        self._upstreams, self._decode = pair.decodes, pair.decodes[0]
+        self._prefill, self._handoff = pair.prefill, handoff
+        self._hold = handoff.hold(self._request)
+        self._name_response(self._decode)
+        plan = self._plan = handoff.plan(
+            self._request, pair.prefill, self._edits, trust_client=gateway.config.trust_client
+        )
+        self._body = plan.decode
+        self._params = plan.params
+        record = self._session.record
+        record.handoff = handoff.name
+        record.prefill = pair.prefill.name
+        record.kv = Kv.HANDED.value
 
     # -- Course ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """See Course."""
         self._session.record.sent = self._session.gateway.clock.now()
-        self._fire(Event.ACCEPTED if self._prefill is not None else Event.ACCEPTED_ALONE)
+        self._fire(self._accepted())
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:
         """See Course."""
-        status = 0
-        code = None
-        upstream = None
-        for header in headers:
-            name = header.key
-            if name == ":status":
-                status = int(header.raw_value)
-            elif name == UPSTREAM:
-                upstream = header.raw_value.decode("latin-1")
-            elif name == ERROR_CODE:
-                code = header.raw_value.decode("latin-1")
-        self._status = status
-        if code is not None:  # Envoy answered in the worker's place
-            self._session.record.code = self._local_reply = code
-            if code.endswith("_unreachable"):
+        head = AnswerHead.of(headers)
+        self._status = status = head.status
+        if head.code is not None:  # Envoy answered in the worker's place
+            self._session.record.code = self._local_reply = head.code
+            if head.code.endswith("_unreachable"):
                 self._report(self._upstreams)
-        elif upstream != self._decode.endpoint:
-            self._served_by(upstream)
+        elif head.upstream != self._decode.endpoint:
+            self._served_by(head.upstream)
         if status >= 400:
-            self._fire(Event.DECODE_REFUSED)
-        elif self._early_head:
-            self._fire(Event.DECODE_HEAD_EARLY)
-        else:
-            self._fire(Event.DECODE_HEAD)
+            if self._plan is not None and not self._params:
+                self._params = self._plan.params  # whoever refused it may have told nobody
+            self._fire(self._after_refusal(head))
+            return
+        # The decode has the request: it fetches the cache, or has it freed when it is aborted.
+        self._params = b""
+        if self._stored:
+            self._session.gateway.stored.made(self._stored, self._decode)
+        self._fire(Event.DECODE_HEAD_EARLY if self._hold else Event.DECODE_HEAD)
 
     def drained(self) -> None:
         """See Course. A released body is queued once; nothing follows it."""
@@ -148,19 +212,30 @@ class DirectCourse:
 
     def send_both(self) -> None:
         """See Outside."""
-        prefill, plan = self._prefill, self._plan
+        self.send_prefill()
+        self.release()
+
+    def send_prefill(self) -> None:
+        """See Outside."""
+        prefill, plan, handoff = self._prefill, self._plan, self._handoff
         assert prefill is not None
         assert plan is not None
+        assert handoff is not None
         session = self._session
         gateway = session.gateway
         headers = leg_headers(gateway, self._head, self._path, (prefill,), session.record.request_id, len(plan.prefill))
+        headers += plan.prefill_headers
         answer = WholeAnswer(
-            Role.PREFILL, prefill, self._prefill_done, self._prefill_failed, is_failure=gateway.handoff.failed
+            Role.PREFILL,
+            prefill,
+            self._prefill_done,
+            self._prefill_failed,
+            is_failure=handoff.failed,
+            keep=handoff.in_turn,
         )
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
         prefill.load += 1
         self._plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
-        self.release()
 
     def release(self) -> None:
         """See Outside."""
@@ -170,68 +245,107 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
+        if self._leg is not None:  # both legs are out: an aborted decode tells the prefill itself
+            self._params = b""
         metadata = wire.destination_metadata(destinations(self._upstreams))
-        session.call.send(wire.request_headers_reply(self._request_mutation(decode, body), metadata))
+        mutation = self._request_mutation(decode, body)
+        chosen = decode.role is Role.PREFILL and self._request.api.flow is Flow.PAIR
+        if chosen:
+            mutation += _PREFILL_CLUSTER
+        session.call.send(wire.request_headers_reply(mutation, metadata, reroute=chosen))
+        if body is None:
+            return
         # A client's trailers end here, unanswered: no engine reads any. Were they released behind a body that the
         # router keeps for the next host, Envoy 1.40 would send that body twice and so spoil the worker's connection.
         session.call.send(wire.request_body_reply(body, end=True))
 
     def pass_head(self) -> None:
         """See Outside."""
-        self._stop_holding()
+        self._stop_timer()
         session = self._session
         record = session.record
         record.headed = session.gateway.clock.now()
         record.status = self._status
         if self._local_reply:
             pass  # no worker served
-        elif self._prefill is None:
+        elif self._decode.role is Role.PREFILL:
             record.prefill = self._decode.name
         else:
             record.decode = self._decode.name
         mutation = wire.set_header(b"x-request-id", record.request_id)
         if session.gateway.config.response_headers:
             mutation += wire.set_header(b"server-timing", server_timing(record))
-            mutation += _names(record.prefill, record.decode, record.handoff)
+            mutation += _names(record.prefill, record.decode, record.handoff, record.kv, record.attempts)
         session.call.send(wire.response_headers_reply(mutation + wire.REMOVE_UPSTREAM))
 
     def hold_head(self) -> None:
         """See Outside."""
-        self._holding = self._session.gateway.clock.after(HOLD_SECONDS, lambda: self._fire(Event.HELD_ENOUGH))
+        self._timer = self._session.gateway.clock.after(self._hold, lambda: self._fire(Event.HELD_ENOUGH))
 
     def linger(self) -> None:
         """See Outside."""
         self._give_decode_back()
-        self._holding = self._session.gateway.clock.after(LINGER_SECONDS, lambda: self._fire(Event.LINGERED))
+        self._timer = self._session.gateway.clock.after(LINGER_SECONDS, lambda: self._fire(Event.LINGERED))
+
+    def pause(self) -> None:
+        """See Outside."""
+        self._release_plan()
+        self._timer = self._session.gateway.clock.after(self._pause, self._try_again)
 
     def answer_error(self) -> None:
         """See Outside."""
-        self._stop_holding()
+        self._stop_timer()
         assert self._error is not None
         self._session.reject(self._error)
 
     def drop_prefill(self) -> None:
         """See Outside."""
-        if self._leg is not None and self._prefill is not None:
-            self._leg.cancel()
-            self._prefill_over()
-            self._abort((self._prefill,))
+        leg, prefill, handoff = self._leg, self._prefill, self._handoff
+        if leg is None or prefill is None or handoff is None:
+            return
+        if handoff.lets_finish:
+            self._leg = None
+            self._leftover = Leftover(self._session.gateway, leg, prefill)
+            return
+        leg.cancel()
+        self._prefill_over()
+        self._abort((prefill,))
 
     def drop_decode(self) -> None:
         """See Outside."""
         # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
         self._abort((self._decode,) if self._status else self._upstreams)
 
+    def relay(self) -> None:
+        """See Outside."""
+        session, attempts, error = self._session, self._attempts, self._error
+        assert self._prefill is not None
+        assert self._handoff is not None
+        assert attempts is not None
+        assert error is not None
+        asked = self._status != 0
+        self._local_reply = ""
+        joint = joint_of(self._request, self._prefill.runtime)
+        origin = Origin(self._prefill, self._handoff, attempts)
+        course = RelayedCourse(session, self._head, self._request, joint, origin)
+        session.hand_on(course)
+        course.go_on(error, self._pause, asked=asked)
+
+    def give_back(self) -> None:
+        """See Outside."""
+        try:
+            self._stop_timer()
+            self._forget()
+        finally:
+            self._give_decode_back()
+            self._release_plan()
+
     def finish(self) -> None:
         """See Outside."""
         try:
-            self._stop_holding()
             self.drop_prefill()  # only after a defect is there one left
+            self.give_back()
         finally:
-            self._give_decode_back()
-            plan, self._plan = self._plan, None
-            if plan is not None:
-                self._session.gateway.handoff.release(plan)
             self._session.finish()
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -249,18 +363,109 @@ class DirectCourse:
                 self._state = State.OVER
                 self.finish()
 
-    def _prefill_done(self, _: WholeAnswer) -> None:
+    def _accepted(self) -> Event:
+        if self._handoff is None:
+            return Event.ACCEPTED_ALONE
+        return Event.ACCEPTED_IN_TURN if self._handoff.in_turn else Event.ACCEPTED
+
+    def _prefill_done(self, answer: WholeAnswer) -> None:
+        if self._leftover is not None:
+            self._leftover.over()
+            return
         self._prefill_over()
         self._session.record.prefill_ended = self._session.gateway.clock.now()
-        self._fire(Event.PREFILL_DONE)
+        if self._state is State.PREFILLING and not self._hand_over(answer.body):
+            self._error = kv_missing(self._prefill)
+            self._fire(Event.PREFILL_FAILED)
+        else:
+            self._fire(Event.PREFILL_DONE)
+
+    def _hand_over(self, answer: bytes) -> bool:
+        """Make the decode leg of the prefill's answer; False where the operator wants none without a handoff."""
+        plan, handoff = self._plan, self._handoff
+        assert plan is not None
+        assert handoff is not None
+        config, record = self._session.gateway.config, self._session.record
+        handed = handoff.handed(self._request, plan, self._edits.decode, answer, trust_client=config.trust_client)
+        self._body, self._params = handed.decode, handed.params
+        record.kv = handed.kv.value
+        if handed.kv is Kv.HANDED:
+            return True
+        record.note = NO_PARAMS if answer else WAIVED
+        return not answer or config.kv_missing is KvMissing.RECOMPUTE
 
     def _prefill_failed(self, error: GatewayError) -> None:
+        if self._leftover is not None:
+            self._leftover.over()
+            return
+        prefill = self._prefill
+        assert prefill is not None
         self._prefill_over()
-        self._session.record.prefill_ended = self._session.gateway.clock.now()
+        session = self._session
+        session.record.prefill_ended = session.gateway.clock.now()
         self._error = error
-        if error.fault.code == "prefill_unreachable" and self._prefill is not None:
-            self._session.gateway.report_unreachable(self._prefill)
-        self._fire(Event.PREFILL_FAILED)
+        self._params = b""  # nothing was computed that could be freed
+        report(session.gateway, (prefill,), error)
+        plan, handoff = self._plan, self._handoff
+        if self._released and plan is not None and handoff is not None:
+            unpin(session, self._head, prefill, handoff.unpins(plan), error)
+        self._fire(self._after(error, prefill))
+
+    def _after(self, error: GatewayError, prefill: Worker) -> Event:
+        """What the failure of the prefill leg leads to."""
+        config, handoff = self._session.gateway.config, self._handoff
+        assert handoff is not None
+        if self._state not in (State.PREFILLING, State.PARALLEL, State.HELD):
+            return Event.PREFILL_FAILED
+        waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
+        if waives and self._state is State.PREFILLING and is_transient(error):
+            self._hand_over(b"")
+            return Event.PREFILL_WAIVED
+        return Event.PREFILL_REPLACED if self._may_try_again(error, (prefill,)) else Event.PREFILL_FAILED
+
+    def _after_refusal(self, head: AnswerHead) -> Event:
+        """What a decode's answer with an error status, or Envoy's in its place, leads to."""
+        if self._state not in (State.PARALLEL, State.DECODING) or self._attempts is None:
+            return Event.DECODE_REFUSED
+        worker = self._decode
+        error = head.error(worker)
+        unreachable = error.fault.code.endswith("_unreachable")
+        if not unreachable:  # else they were reported
+            report(self._session.gateway, (worker,), error)
+        if not self._may_try_again(error, self._upstreams if unreachable else (worker,)):
+            return Event.DECODE_REFUSED
+        self._error = error
+        self._session.record.code = ""
+        return Event.DECODE_REPLACED
+
+    def _may_try_again(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
+        """Whether there is to be another attempt, without ``workers``, after ``error``; sets the pause before it."""
+        gateway, attempts = self._session.gateway, self._attempts
+        if attempts is None:
+            return False
+        pause = attempts.after(error, workers, gateway.clock.now())
+        if pause is None:
+            return False
+        try:  # who is left is known now; whether they still are after the pause, then
+            gateway.placer.pair(self._request.model, attempts.failed, self._prefill)
+        except GatewayError:
+            return False
+        self._pause = pause
+        return True
+
+    def _try_again(self) -> None:
+        gateway, attempts, handoff = self._session.gateway, self._attempts, self._handoff
+        self._timer = None
+        assert attempts is not None
+        assert handoff is not None
+        try:
+            pair = gateway.placer.pair(self._request.model, attempts.failed, self._prefill)
+        except GatewayError:
+            self._fire(Event.PREFILL_FAILED)
+            return
+        self._session.record.attempts = attempts.number
+        self._place(Placed(pair, handoff))
+        self._fire(self._accepted())
 
     def _prefill_over(self) -> None:
         """The prefill's work ends with its leg, long before the request's: its load must not count on."""
@@ -274,18 +479,35 @@ class DirectCourse:
             self._decode.load -= 1
 
     def _abort(self, workers: Sequence[Worker]) -> None:
-        if self._plan is not None:
-            gateway = self._session.gateway
-            send_aborts(gateway, self._head, workers, self._plan, self._session.record.request_id)
+        if self._plan is not None and self._handoff is not None:
+            self._order(self._handoff.aborts(self._plan), [(worker,) for worker in workers])
+
+    def _forget(self) -> None:
+        """Have the prefill free a KV cache that no decode has been seen to take; a decode worker must say so."""
+        params, self._params = self._params, b""
+        if params and self._handoff is not None:
+            workers = self._upstreams
+            if self._local_reply:  # none of these can be reached
+                workers = self._session.gateway.placer.decodes(self._request.model, self._decode, workers)
+            if workers:
+                self._order(self._handoff.forgets(params), [workers])
+
+    def _order(self, orders: Sequence[tuple[bytes, bytes]], recipients: Sequence[Sequence[Worker]]) -> None:
+        send_orders(self._session.gateway, self._head, recipients, orders, self._session.record.request_id)
+
+    def _release_plan(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None and self._handoff is not None:
+            self._handoff.release(plan)
 
     def _report(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             self._session.gateway.report_unreachable(worker)
 
-    def _stop_holding(self) -> None:
-        if self._holding is not None:
-            self._holding.cancel()
-            self._holding = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _served_by(self, endpoint: str | None) -> None:
         """Envoy says who answered: after a fail-over that is not the first of the list."""
@@ -297,10 +519,10 @@ class DirectCourse:
                 self._decode = worker
                 return
 
-    def _request_mutation(self, worker: Worker, body: bytes) -> bytes:
+    def _request_mutation(self, worker: Worker, body: bytes | None) -> bytes:
         head = self._head
         fields = head.fields
-        mutation = wire.set_header(b"content-length", b"%d" % len(body))
+        mutation = b"" if body is None else wire.set_header(b"content-length", b"%d" % len(body))
         request_id = self._session.record.request_id
         if fields.get("x-request-id") != request_id:
             mutation += wire.set_header(b"x-request-id", request_id)
@@ -310,7 +532,7 @@ class DirectCourse:
             mutation += wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode())
         elif self._session.gateway.api_key is not None:
             mutation += _NO_AUTHORIZATION  # it is the gateway's own key
-        if not fields.get("content-type", b"").startswith(b"application/json"):
+        if body is not None and not fields.get("content-type", b"").startswith(b"application/json"):
             mutation += _JSON
         for name in head.withheld:
             mutation += wire.remove_header(name)
@@ -318,9 +540,9 @@ class DirectCourse:
 
 
 @lru_cache(4096)  # there are few pairs
-def _names(prefill: str, decode: str, handoff: str) -> bytes:
+def _names(prefill: str, decode: str, handoff: str, kv: str, attempts: int) -> bytes:
     """The header mutation that names who serves."""
-    return b"".join([wire.set_header(*pair) for pair in named(prefill, decode, handoff)])
+    return b"".join([wire.set_header(*pair) for pair in named(prefill, decode, handoff, kv, attempts)])
 
 
 if TYPE_CHECKING:

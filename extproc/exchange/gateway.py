@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
+from extproc.exchange.attempts import KvMissing, RetryPolicy
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
 from extproc.exchange.record import Observer
-from extproc.handoff.handoff import Handoff
+from extproc.exchange.stored import StoredResponses
+from extproc.handoff.table import Handoffs
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.policies.placement import Placer
 from extproc.transport.interface import Egress
 from extproc.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from extproc.exchange.outlet import LateReply
 
 _log: Final = logging.getLogger(__name__)
 
@@ -29,6 +34,8 @@ class GatewayConfig:
     api_key: str | None = field(default=None, repr=False)
     response_headers: bool = True  # x-pd-prefill, x-pd-decode, x-pd-handoff, server-timing
     trust_client: bool = False  # leave control fields in clients' bodies
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    kv_missing: KvMissing = KvMissing.RECOMPUTE
 
 
 class Mortal(Protocol):
@@ -47,30 +54,35 @@ class Gateway:
     Args:
         config: the operator's settings.
         placer: chooses workers.
-        handoff: prepares legs that meet.
+        handoffs: prepare legs that meet.
         egress: the way to workers.
         clock: time.
         observer: is told of every finished request.
         report_unreachable: is told of workers that refused a connection.
+        report_failure: is told of workers on which a leg failed in another way than by its own fault.
     """
 
     def __init__(
         self,
         config: GatewayConfig,
         placer: Placer,
-        handoff: Handoff,
+        handoffs: Handoffs,
         egress: Egress,
         clock: Clock,
         observer: Observer,
         report_unreachable: Callable[[Worker], None],
+        report_failure: Callable[[Worker], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.placer = placer
-        self.handoff = handoff
+        self.handoffs = handoffs
         self.egress = egress
         self.clock = clock
         self.observer = observer
         self.report_unreachable = report_unreachable
+        self.report_failure = report_failure
+        self.stored = StoredResponses()
+        self.late: dict[bytes, LateReply] = {}  # answers whose second call is awaited, or there; by request id
         self.draining = False
         self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over
         self.api_key = None if config.api_key is None else config.api_key.encode()
@@ -83,9 +95,10 @@ class Gateway:
         """How many requests are under way."""
         return len(self._alive) + len(self._ended)
 
-    def enter(self, exchange: Mortal) -> None:
-        """A request began."""
-        self._alive[exchange] = self.clock.now() + self.config.request_timeout
+    def enter(self, exchange: Mortal) -> float:
+        """A request began. Returns its deadline, by our clock."""
+        deadline = self._alive[exchange] = self.clock.now() + self.config.request_timeout
+        return deadline
 
     def leave(self, exchange: Mortal) -> None:
         """A request is over and holds nothing."""

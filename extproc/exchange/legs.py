@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from extproc.apis.table import Api
-from extproc.errors import GatewayError
-from extproc.exchange.clock import ABORT_SECONDS, Handle
+from extproc.errors import CATALOGUE, GatewayError
+from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, UNPIN_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
-from extproc.exchange.headers import RequestHead
-from extproc.handoff.handoff import Plan
-from extproc.names import CLUSTER, DESTINATION, LOCAL_REPLY, UPSTREAM
-from extproc.transport.interface import Header, Lost
+from extproc.exchange.headers import HeaderValue, RequestHead
+from extproc.names import CLUSTER, DESTINATION, ERROR_CODE, LOCAL_REPLY, UPSTREAM
+from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.workers.worker import Role, Worker
+
+if TYPE_CHECKING:
+    from extproc.exchange.session import Session
 
 _BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _RETRY_AFTER: Final = 1  # seconds
@@ -72,6 +74,46 @@ def leg_path(api: Api, client_path: str) -> bytes:
         return client_path.encode("latin-1")
     _, mark, query = client_path.partition("?")
     return (api.worker_path + mark + query).encode("latin-1")
+
+
+class AnswerHead(NamedTuple):
+    """The head of a released leg's answer, as Envoy shows it.
+
+    Attributes:
+        status: the answer's.
+        code: of the error that Envoy made up itself, None for a worker's answer.
+        upstream: "ip:port" of who answered.
+        retry_after: the header of this name.
+    """
+
+    status: int
+    code: str | None
+    upstream: str | None
+    retry_after: bytes | None
+
+    @classmethod
+    def of(cls, headers: Iterable[HeaderValue]) -> AnswerHead:
+        """Read what matters of ``headers``."""
+        status = 0
+        code = upstream = retry_after = None
+        for header in headers:
+            name = header.key
+            if name == ":status":
+                status = int(header.raw_value)
+            elif name == UPSTREAM:
+                upstream = header.raw_value.decode("latin-1")
+            elif name == ERROR_CODE:
+                code = header.raw_value.decode("latin-1")
+            elif name == "retry-after":
+                retry_after = header.raw_value
+        return cls(status, code, upstream, retry_after)
+
+    def error(self, worker: Worker) -> GatewayError:
+        """What an answer with an error status means, whose body is not known here."""
+        if self.code is not None and self.code in CATALOGUE:
+            return GatewayError(self.code, f"decode worker {worker.url} did not answer", status=self.status)
+        headers = [] if self.retry_after is None else [(b"retry-after", self.retry_after)]
+        return failure_of(Role.DECODE, worker, self.status, headers, b"")
 
 
 class WholeAnswer:
@@ -146,8 +188,8 @@ class WholeAnswer:
         self._failed(loss_of(self._role, self._worker, reason, detail))
 
 
-class AbortReceiver:
-    """Receives the answer to an abort: nobody waits for it, but with it the abort's time limit is over."""
+class OrderReceiver:
+    """Receives the answer to an order: nobody waits for it, but with it the order's time limit is over."""
 
     __slots__ = ("limit",)
 
@@ -166,6 +208,29 @@ class AbortReceiver:
     def lost(self, reason: Lost, detail: str) -> None:  # noqa: ARG002 - LegReceiver's signature
         """See LegReceiver."""
         self.limit.cancel()
+
+
+class Leftover:
+    """A prefill leg that is let finish although nobody wants its answer any more, because the engines do.
+
+    It counts on its worker as long as it is out; not for ever, though.
+    """
+
+    __slots__ = ("_leg", "_limit", "_worker")
+
+    def __init__(self, gateway: Gateway, leg: Leg, worker: Worker) -> None:
+        self._leg = leg
+        self._worker = worker
+        self._limit = gateway.clock.after(LEFTOVER_SECONDS, self._give_up)
+
+    def over(self) -> None:
+        """The leg has ended by itself."""
+        self._limit.cancel()
+        self._worker.load -= 1
+
+    def _give_up(self) -> None:
+        self._leg.cancel()
+        self._worker.load -= 1
 
 
 def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header], body: bytes) -> GatewayError:
@@ -211,17 +276,49 @@ def refused_before(workers: Sequence[Worker], served: Worker | None) -> Sequence
     return workers if served is None else workers[: workers.index(served)]
 
 
-def send_aborts(gateway: Gateway, head: RequestHead, workers: Sequence[Worker], plan: Plan, request_id: bytes) -> None:
-    """Ask ``workers`` to end the legs of ``plan`` at once; closing their connections alone may take seconds to notice.
+def send_orders(
+    gateway: Gateway,
+    head: RequestHead,
+    recipients: Sequence[Sequence[Worker]],
+    orders: Sequence[tuple[bytes, bytes]],
+    request_id: bytes,
+) -> None:
+    """POST each of ``orders`` (path, body) to the first of each of ``recipients`` that accepts a connection.
 
-    A worker that does not have them ignores it.
+    Orders to end a leg at once, where closing its connection would take seconds to be noticed, and the like: a worker
+    that does not have what is meant ignores them, and nobody waits for the answers.
     """
-    for path, body in gateway.handoff.aborts(plan):
-        for worker in workers:
-            headers = leg_headers(gateway, head, path, (worker,), request_id, len(body))
-            receiver = AbortReceiver()
+    for path, body in orders:
+        for workers in recipients:
+            headers = leg_headers(gateway, head, path, workers, request_id, len(body))
+            receiver = OrderReceiver()
             leg = gateway.egress.send(headers, body, receiver)
             receiver.limit = gateway.clock.after(ABORT_SECONDS, leg.cancel)
+
+
+def unpin(
+    session: Session, head: RequestHead, prefill: Worker, orders: Sequence[tuple[bytes, bytes]], error: GatewayError
+) -> None:
+    """Have ``prefill``, whose leg ended with ``error``, free the decode that waits for it, once that leg has ended."""
+    if orders and not error.fault.code.endswith("_unreachable"):
+        gateway, request_id = session.gateway, session.record.request_id
+        gateway.clock.after(UNPIN_SECONDS, lambda: send_orders(gateway, head, [(prefill,)], orders, request_id))
+
+
+def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> None:
+    """Tell whoever watches ``workers`` of the failure of a leg on them, where that may be their own."""
+    code = error.fault.code
+    for worker in workers:
+        if code.endswith("_unreachable"):
+            gateway.report_unreachable(worker)
+        elif code.endswith("_connection_lost"):
+            gateway.report_failure(worker)
+
+
+def kv_missing(prefill: Worker | None) -> GatewayError:
+    """The error for a prefill whose answer does not say where the KV cache is."""
+    name = "" if prefill is None else f" {prefill.url}"
+    return GatewayError("kv_missing", f"prefill worker{name} answered without usable kv_transfer_params")
 
 
 def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:

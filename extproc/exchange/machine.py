@@ -7,12 +7,16 @@ and raises :class:`IllegalTransitionError`. The machine has no sockets and no cl
 
 ::
 
+    READY ──accepted in turn──► PREFILLING ──prefill done──► DECODING
+                                  │   ▲   └──prefill failed──► ENDED
+                                  └───┴ failed, once more: PAUSED
     READY ──accepted──► PARALLEL ──prefill done──► DECODING ──decode head──► ANSWERING ──closed──► OVER
                           │   └──decode head──► ANSWERING_PARALLEL ──prefill done──► ANSWERING
                           ├──decode head, early──► HELD ──prefill done──► ANSWERING
                           │                          └──held long enough──► ANSWERING_PARALLEL
                           └──prefill failed, expired──► ENDED ──closed──► OVER
     ANSWERING, ANSWERING_PARALLEL ──prefill failed, expired──► CUT ──closed──► OVER
+    PARALLEL, HELD ──prefill replaced──► OVER    PARALLEL, DECODING ──decode replaced──► OVER    (handed on)
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ class State(IntEnum):
     """Where an exchange is. "Out" means: sent, and its answer is not complete."""
 
     READY = 0  # the client's request is complete and placed
+    PREFILLING = auto()  # the prefill leg is out; the decode leg waits for its answer
+    PAUSED = auto()  # a prefill failed; another attempt is due
     PARALLEL = auto()  # both legs are out; the decode has not answered
     DECODING = auto()  # the decode leg is out, alone: the prefill is done, or there is none
     HELD = auto()  # an early decode head waits a moment for the prefill's fate
@@ -40,12 +46,16 @@ class Event(IntEnum):
     """What may happen to an exchange."""
 
     ACCEPTED = 0  # placed on a pair, both legs prepared
+    ACCEPTED_IN_TURN = auto()  # placed on a pair whose decode leg is made of the prefill's answer
     ACCEPTED_ALONE = auto()  # placed on one worker; nothing is handed off
     PREFILL_DONE = auto()  # the prefill answered 2xx, completely
-    PREFILL_FAILED = auto()  # the prefill answered otherwise, or not completely
+    PREFILL_FAILED = auto()  # the prefill answered otherwise, or not completely, and that is the request's end
+    PREFILL_REPLACED = auto()  # it failed, but the request is to be tried elsewhere
+    PREFILL_WAIVED = auto()  # it failed, but the decode will do without
     DECODE_HEAD = auto()  # the decode answered; its head goes to the client
     DECODE_HEAD_EARLY = auto()  # the decode answered 2xx before it can have the KV cache
-    DECODE_REFUSED = auto()  # the decode answered with an error status
+    DECODE_REFUSED = auto()  # the decode answered with an error status, which is the client's
+    DECODE_REPLACED = auto()  # it did, or its connection broke, but the request is to be tried elsewhere
     HELD_ENOUGH = auto()  # the moment granted to an early head passed
     EXPIRED = auto()  # the request's time is over: its deadline passed, or the gateway stops
     LINGERED = auto()  # the moment granted to the prefill passed
@@ -58,8 +68,20 @@ class Outside(Protocol):
     def send_both(self) -> None:
         """Send the prefill leg and release the decode leg."""
 
+    def send_prefill(self) -> None:
+        """Send the prefill leg; the decode leg waits for its answer."""
+
     def release(self) -> None:
-        """Release the held request to its one worker."""
+        """Release the held request to the worker that will answer it."""
+
+    def pause(self) -> None:
+        """Wait a moment, then place the request anew and raise ACCEPTED..., or PREFILL_FAILED where nobody is left."""
+
+    def relay(self) -> None:
+        """Hand the request on to a course with legs of its own: a released one cannot be addressed to another."""
+
+    def give_back(self) -> None:
+        """Give everything back, but for the request itself."""
 
     def pass_head(self) -> None:
         """Let the decode's head through to the client."""
@@ -98,11 +120,27 @@ Rule = tuple[State, tuple[str, ...]]
 _S, _E = State, Event
 RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.READY, _E.ACCEPTED): (_S.PARALLEL, ("send_both",)),
+    (_S.READY, _E.ACCEPTED_IN_TURN): (_S.PREFILLING, ("send_prefill",)),
     (_S.READY, _E.ACCEPTED_ALONE): (_S.DECODING, ("release",)),
     (_S.READY, _E.EXPIRED): (_S.ENDED, ("answer_error",)),
     (_S.READY, _E.CLOSED): (_S.OVER, ("finish",)),
+    (_S.PREFILLING, _E.PREFILL_DONE): (_S.DECODING, ("release",)),
+    (_S.PREFILLING, _E.PREFILL_FAILED): (_S.ENDED, ("answer_error",)),
+    (_S.PREFILLING, _E.PREFILL_REPLACED): (_S.PAUSED, ("pause",)),
+    (_S.PREFILLING, _E.PREFILL_WAIVED): (_S.DECODING, ("release",)),
+    (_S.PREFILLING, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "answer_error")),
+    (_S.PREFILLING, _E.CLOSED): (_S.OVER, ("drop_prefill", "finish")),
+    (_S.PAUSED, _E.ACCEPTED): (_S.PARALLEL, ("send_both",)),
+    (_S.PAUSED, _E.ACCEPTED_IN_TURN): (_S.PREFILLING, ("send_prefill",)),
+    (_S.PAUSED, _E.ACCEPTED_ALONE): (_S.DECODING, ("release",)),
+    (_S.PAUSED, _E.PREFILL_FAILED): (_S.ENDED, ("answer_error",)),
+    (_S.PAUSED, _E.EXPIRED): (_S.ENDED, ("answer_error",)),
+    (_S.PAUSED, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.PARALLEL, _E.PREFILL_DONE): (_S.DECODING, ()),
     (_S.PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
+    # Envoy hears of it before the decode does: a decode that is ended answers, and that answer is nobody's.
+    (_S.PARALLEL, _E.PREFILL_REPLACED): (_S.OVER, ("relay", "drop_decode", "give_back")),
+    (_S.PARALLEL, _E.DECODE_REPLACED): (_S.OVER, ("relay", "drop_prefill", "give_back")),
     (_S.PARALLEL, _E.DECODE_HEAD): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.PARALLEL, _E.DECODE_HEAD_EARLY): (_S.HELD, ("hold_head",)),
     (_S.PARALLEL, _E.DECODE_REFUSED): (_S.ANSWERING, ("drop_prefill", "pass_head")),
@@ -111,11 +149,13 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.DECODING, _E.DECODE_HEAD): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_HEAD_EARLY): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_REFUSED): (_S.ANSWERING, ("pass_head",)),
+    (_S.DECODING, _E.DECODE_REPLACED): (_S.OVER, ("relay", "give_back")),
     (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.DECODING, _E.CLOSED): (_S.OVER, ("drop_decode", "finish")),
     (_S.HELD, _E.HELD_ENOUGH): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.HELD, _E.PREFILL_DONE): (_S.ANSWERING, ("pass_head",)),
     (_S.HELD, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
+    (_S.HELD, _E.PREFILL_REPLACED): (_S.OVER, ("relay", "drop_decode", "give_back")),
     (_S.HELD, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
     (_S.HELD, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
     (_S.ANSWERING_PARALLEL, _E.PREFILL_DONE): (_S.ANSWERING, ()),

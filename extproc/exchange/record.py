@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from extproc.transport.interface import Header
+
+NO_PARAMS: Final = "the prefill's answer has no usable kv_transfer_params"
+WAIVED: Final = "the prefill failed, and --on-prefill-failure is decode-only"
 
 
 class Record:
     """One request, filled in on its way. Times are seconds of the exchange's clock; 0 means: did not happen.
 
     ``code`` is the error code when the gateway itself answered or cut the answer, ``message`` says why; ``status`` is
-    what the client was told, 0 when it left before anything was.
+    what the client was told, 0 when it left before anything was. ``kv`` is a value of handoff.Kv, ``note`` says why a
+    KV cache was computed by the decode; ``attempts`` counts the pairs that were tried.
     """
 
     __slots__ = (
         "api",
+        "attempts",
         "code",
         "decode",
         "ended",
         "handoff",
         "headed",
+        "kv",
         "message",
         "model",
+        "note",
         "prefill",
         "prefill_ended",
         "request_id",
@@ -38,6 +45,8 @@ class Record:
         self.sent = self.prefill_ended = self.headed = self.ended = 0.0
         self.request_id = b""
         self.api = self.model = self.handoff = self.prefill = self.decode = self.code = self.message = ""
+        self.kv = self.note = ""
+        self.attempts = 1
         self.stream = False
         self.samples = 1
         self.status = 0
@@ -63,15 +72,21 @@ def server_timing(record: Record) -> bytes:
     return b"route;dur=%.2f, decode;dur=%.2f" % (route, decode)
 
 
-def named(prefill: str, decode: str, handoff: str) -> list[Header]:
-    """The headers that name who served, without those that are not known."""
-    pairs = ((b"x-pd-prefill", prefill), (b"x-pd-decode", decode), (b"x-pd-handoff", handoff))
+def named(prefill: str, decode: str, handoff: str, kv: str, attempts: int) -> list[Header]:
+    """The headers that name who served and how, without those that are not known or go without saying."""
+    pairs = (
+        (b"x-pd-prefill", prefill),
+        (b"x-pd-decode", decode),
+        (b"x-pd-handoff", handoff),
+        (b"x-pd-kv", kv),
+        (b"x-pd-attempts", str(attempts) if attempts > 1 else ""),
+    )
     return [(name, value.encode()) for name, value in pairs if value]
 
 
 def naming_headers(record: Record) -> list[Header]:
     """The same of a request."""
-    return named(record.prefill, record.decode, record.handoff)
+    return named(record.prefill, record.decode, record.handoff, record.kv, record.attempts)
 
 
 class Observer(Protocol):

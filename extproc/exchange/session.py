@@ -10,16 +10,23 @@ from typing import Final, Protocol
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from extproc.apis.request import InferenceRequest
-from extproc.apis.table import APIS, Api, Flow
+from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
+from extproc.exchange.outlet import LateReply
+from extproc.exchange.placed import Placed
 from extproc.exchange.record import Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
+from extproc.handoff.handoff import Alone
+from extproc.merge.parts import joint_of
+from extproc.names import LATE
+from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call
+from extproc.workers.worker import Role
 
 _log: Final = logging.getLogger(__name__)
 _DRAIN_RETRY_AFTER: Final = 1
@@ -53,9 +60,11 @@ class Session:
         "_api",
         "_course",
         "_head",
+        "_late",
         "_parts",
         "_size",
         "call",
+        "deadline",
         "gateway",
         "record",
     )
@@ -70,7 +79,8 @@ class Session:
         self._size = 0
         self._course: Course | None = None
         self._answered = False
-        gateway.enter(self)
+        self._late: LateReply | None = None  # this is the second call of another session's request
+        self.deadline = gateway.enter(self)  # by the gateway's clock
 
     def received(self, message: bytes) -> None:
         """See CallHandler."""
@@ -90,6 +100,8 @@ class Session:
         elif kind == "response_headers":
             if self._course is not None:
                 self._course.response_headers(request.response_headers.headers.headers)
+            elif self._head is None and self._late is None:
+                self._adopt(request.response_headers.headers.headers)
         elif kind == "request_trailers":
             self._on_complete()
         elif kind == "response_trailers":
@@ -99,11 +111,15 @@ class Session:
         """See CallHandler."""
         if self._course is not None:
             self._course.drained()
+        elif self._late is not None:
+            self._late.drained()
 
     def closed(self) -> None:
         """See CallHandler."""
         if self._course is not None:
             self._course.closed()
+        elif self._late is not None:
+            self._late.closed()
         else:
             self.finish()
 
@@ -131,6 +147,10 @@ class Session:
             headers += naming_headers(record)
         self.call.send(wire.immediate_reply(error.status, headers, error.body))
 
+    def hand_on(self, course: Course) -> None:
+        """Another course goes on with the request."""
+        self._course = course
+
     @property
     def alive(self) -> bool:
         """The request is not over."""
@@ -148,7 +168,7 @@ class Session:
     def _on_head(self, head: RequestHead) -> None:
         self._head = head
         config = self.gateway.config
-        api = self._api = APIS.get(head.path) or APIS.get(head.path.partition("?")[0])
+        api = self._api = api_of(head.path)
         record = self.record
         record.request_id = client_request_id(head, config.request_id_headers) or new_request_id(
             api.id_prefix if api else "req-"
@@ -161,6 +181,17 @@ class Session:
             self._admit(head)
         except GatewayError as error:
             self.reject(error)
+
+    def _adopt(self, headers: Iterable[HeaderValue]) -> None:
+        """A call that begins with an answer's head is the second one of a request: see outlet.LateReply."""
+        late_id = next((header.raw_value for header in headers if header.key == LATE), b"")
+        reply = self.gateway.late.get(late_id)
+        if reply is None:
+            self.call.abort(Status.INTERNAL, "nobody waits for this answer")
+            return
+        self.gateway.leave(self)
+        self._late = reply
+        reply.opened(self.call, headers)
 
     def _admit(self, head: RequestHead) -> None:
         gateway = self.gateway
@@ -196,7 +227,7 @@ class Session:
         raw = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         try:
-            course = self._course = self._set_course(api, head, InferenceRequest.read(api, raw))
+            course = self._course = self._set_course(api, head, raw)
             course.start()
         except GatewayError as error:
             self.reject(error)
@@ -204,13 +235,43 @@ class Session:
             _log.exception("request %s failed", self.record.request_id.decode("latin-1"))
             self.reject(GatewayError("internal_error", "the gateway failed; its log says why"))
 
-    def _set_course(self, api: Api, head: RequestHead, request: InferenceRequest) -> Course:
+    def _set_course(self, api: Api, head: RequestHead, raw: bytes) -> Course:
+        if api.flow is Flow.KEEPER:
+            return self._about_stored(head, raw)
+        request = InferenceRequest.read(api, raw)
         record = self.record
         record.model = (request.model or "")[:_LOGGED_MODEL]
         record.stream = request.stream
         record.samples = request.samples
+        gateway = self.gateway
         if api.flow is Flow.PREFILL_ONLY:
-            return DirectCourse.alone(self, head, request)
-        if request.samples > 1 or request.prompt_logprobs:
-            return RelayedCourse(self, head, request)
-        return DirectCourse.paired(self, head, request)
+            return DirectCourse.alone(self, head, request, gateway.placer.prefills(request.model))
+        pair = gateway.placer.pair(request.model)
+        handoff = gateway.handoffs.of(pair.prefill)
+        alone = handoff.alone(request, pair.prefill)
+        if alone is not None:
+            return self._alone(head, request, pair, alone)
+        placed = Placed(pair, handoff)
+        joint = joint_of(request, pair.prefill.runtime)
+        if joint.parts > 1 or joint.prompt_logprobs:
+            return RelayedCourse.placed(self, head, request, joint, placed)
+        return DirectCourse.paired(self, head, request, placed)
+
+    def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:
+        """The course of a request that one worker of the pair answers alone."""
+        record, placer = self.record, self.gateway.placer
+        record.kv, record.note = alone.kv.value, alone.why
+        workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request.model, pair.prefill)
+        if request.api is RESPONSES and isinstance(before := request.body.get("previous_response_id"), str):
+            keeper = self.gateway.stored.keeper(before, placer.all_decodes())
+            workers = workers if keeper is None else (keeper,)
+        return DirectCourse.alone(self, head, request, workers)
+
+    def _about_stored(self, head: RequestHead, raw: bytes) -> Course:
+        """The course of a request about a stored response. Raises GatewayError when nobody can be asked for it."""
+        name = stored_name(head.path)
+        keeper = self.gateway.stored.keeper(name, self.gateway.placer.all_decodes())
+        if keeper is None:
+            message = f"Response with id '{name[:_LOGGED_MODEL]}' not found."
+            raise GatewayError("response_not_found", message, param="response_id")
+        return DirectCourse.stored(self, head, keeper, raw if self._size or head.method == "POST" else None)

@@ -66,8 +66,13 @@ def destination_metadata(addresses: str) -> bytes:
     return field(8, outer)
 
 
-def request_headers_reply(mutation: bytes, metadata: bytes = b"") -> bytes:
-    """``ProcessingResponse.request_headers``: release the held headers with a header mutation."""
+def request_headers_reply(mutation: bytes, metadata: bytes = b"", *, reroute: bool = False) -> bytes:
+    """``ProcessingResponse.request_headers``: release the held headers with a header mutation.
+
+    ``reroute`` has Envoy look for the route again, by the headers as they are then.
+    """
+    if reroute:
+        return field(1, field(1, field(2, mutation) + b"\x28\x01")) + metadata  # CommonResponse.clear_route_cache
     return _mutation(1, mutation) + metadata
 
 
@@ -100,9 +105,20 @@ def relayed_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return field(11, field(1, field(1, header_map)))
 
 
+def response_body_replies(chunk: bytes, *, end: bool) -> list[bytes]:
+    """``ProcessingResponse.response_body`` messages that put pieces of ours in the place of a streamed body."""
+    pieces = _pieces(chunk)
+    last = len(pieces) - 1
+    return [_streamed_body(4, piece, end=end and at == last) for at, piece in enumerate(pieces)]
+
+
+def _pieces(chunk: bytes) -> list[bytes]:
+    return [chunk[at : at + BODY_CHUNK] for at in range(0, len(chunk), BODY_CHUNK)] or [b""]
+
+
 def relayed_body(chunk: bytes, *, end: bool) -> list[bytes]:
     """``streamed_immediate_response`` messages that continue a reply of our own."""
-    pieces = [chunk[at : at + BODY_CHUNK] for at in range(0, len(chunk), BODY_CHUNK)] or [b""]
+    pieces = _pieces(chunk)
     last = len(pieces) - 1
     return [
         field(11, field(2, (field(1, piece) if piece else b"") + (b"\x10\x01" if end and at == last else b"")))

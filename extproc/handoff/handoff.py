@@ -2,52 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple, Protocol
 
+from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
-from extproc.workers.worker import Worker
+from extproc.workers.worker import Role, Worker
+
+
+class Kv(Enum):
+    """What becomes of the prompt's KV cache; the values are those of ``x-pd-kv``."""
+
+    HANDED = "handed"  # the prefill worker computes it and the decode worker is told where it is
+    RECOMPUTED = "recomputed"  # the decode worker computes it, although there might have been a handoff
+    NONE = "none"  # one worker does all there is to do
+
+
+class Alone(NamedTuple):
+    """A request that one worker answers by itself.
+
+    Attributes:
+        role: of that worker.
+        kv: what that means for the KV cache.
+        why: for people; empty where it needs no word.
+    """
+
+    role: Role
+    kv: Kv
+    why: str = ""
 
 
 class Plan(NamedTuple):
     """Two legs that will meet.
 
     Attributes:
-        prefill, decode: their bodies.
+        prefill: the prefill leg's body.
+        decode: the decode leg's body; empty where it is made of the prefill's answer.
         rooms: what they meet in; taken until the plan is released.
         names: by which the engine can be asked to end them; empty where it has no name of ours.
+        params: what tells the decode where the KV cache is (raw JSON), where that is known before the prefill answers.
+        prefill_headers: headers of the prefill leg that the client's request does not have.
     """
 
     prefill: bytes
     decode: bytes
-    rooms: tuple[int, ...]
-    names: Sequence[str]
+    rooms: tuple[int, ...] = ()
+    names: Sequence[str] = ()
+    params: bytes = b""
+    prefill_headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Handed(NamedTuple):
+    """What a prefill's answer makes of the decode leg.
+
+    Attributes:
+        decode: the decode leg's body.
+        kv: HANDED, or RECOMPUTED where the answer does not say where the KV cache is.
+        params: the raw object that names it; empty where there is none.
+    """
+
+    decode: bytes
+    kv: Kv
+    params: bytes = b""
 
 
 class Handoff(Protocol):
     """One KV-transfer protocol."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As shown in ``x-pd-handoff``, logs and metrics."""
+
+    @property
+    def in_turn(self) -> bool:
+        """The decode leg starts only when the prefill leg is done."""
 
     @property
     def live(self) -> int:
         """How many rooms are taken."""
 
-    def plan(
-        self, request: InferenceRequest, prefill: Worker, edits: Mapping[str, bytes], *, trust_client: bool
-    ) -> Plan:
+    def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:
+        """Who answers ``request`` alone; None for a request that two legs serve."""
+
+    def plan(self, request: InferenceRequest, prefill: Worker, edits: LegEdits, *, trust_client: bool) -> Plan:
         """Prepare both legs of ``request`` with ``prefill`` as the prefill worker.
 
         Args:
-            edits: raw values of top-level fields in which these legs differ from the client's request.
+            edits: in what these legs differ from the client's request.
             trust_client: keep the control fields that the client sent, as far as they are not ours to set.
         """
+
+    def handed(
+        self, request: InferenceRequest, plan: Plan, edits: Edits, answer: bytes, *, trust_client: bool
+    ) -> Handed:
+        """The decode leg, now that the prefill has answered; only of handoffs in turn.
+
+        Args:
+            plan: what :meth:`plan` made.
+            edits: in what the decode leg differs from the client's request.
+            answer: the prefill's whole answer; empty when there was no prefill, and the decode must do without.
+            trust_client: as in :meth:`plan`.
+        """
+
+    def hold(self, request: InferenceRequest) -> float:
+        """How many seconds the head of the decode's answer may be kept back until the prefill's fate is known.
+
+        0 where the decode sends none before it has the KV cache. A client can then still be told with a status, or be
+        served by another pair.
+        """
+
+    @property
+    def lets_finish(self) -> bool:
+        """A prefill leg must be let finish once its decode leg is out, even if nobody wants the answer any more."""
 
     def release(self, plan: Plan) -> None:
         """Both legs of ``plan`` are over."""
 
     def aborts(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
         """Path and body of the POST requests that end the plan's legs on a worker."""
+
+    def forgets(self, params: bytes) -> Sequence[tuple[bytes, bytes]]:
+        """Path and body of the POST requests by which a decode worker has the prefill free a KV cache it holds.
+
+        Args:
+            params: of :class:`Handed`.
+        """
+
+    def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
+        """Path and body of the POST requests by which a prefill worker that failed frees the decode that waits for it.
+
+        They are sent when the decode leg has ended.
+        """
 
     def failed(self, answer: bytes) -> bool:
         """Whether a prefill's answer with a 2xx status says that it failed all the same."""

@@ -141,10 +141,10 @@ def _sampling_of_one(rule: _Rule, raw: bytes, *, logprobs: bool) -> bytes:
 
 
 def _applied(rule: _Rule, body: JsonObject, edits: Edits, *, logprobs: bool) -> tuple[dict[str, bytes], frozenset[str]]:
-    """What is set and removed of ``body`` by ``edits`` and, over them, ``rule``."""
+    """What is set and removed of ``body`` by ``edits`` and, over them but for a cap, ``rule``."""
     put = {**edits.put, **dict(rule.put)}
     caps = [key for key in rule.caps if key in body or key in put] or rule.caps[:1]
-    put.update(dict.fromkeys(caps, b"1"))
+    put.update({cap: b"1" for cap in caps if cap not in edits.put})  # an echo alone is a leg of no token
     if "n" in body or "n" in put:
         put["n"] = b"1"
     drop = rule.drop.intersection(body.keys())

@@ -19,6 +19,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import GENERATE
 from extproc.errors import GatewayError
 from extproc.merge import prompts, samples
+from extproc.merge.as_is import AsIs
 from extproc.merge.parts import Joint, Split, joint_of
 from extproc.merge.prompt_logprobs import CompletionLogprobs, GenerateLogprobs
 from extproc.merge.raw_json import RawObject, bad_reply, encode, is_null, raw, raw_list, raw_object
@@ -68,6 +69,8 @@ class _PrefillAnswer(Protocol):
 def joined_answer(request: InferenceRequest, joint: Joint | None = None) -> JoinedAnswer:
     """The answer to ``request``, put together as ``joint`` says; where it is not given, as SGLang needs it."""
     joint = joint or joint_of(request, "sglang")
+    if joint.split is Split.NONE and not joint.prompt_logprobs:
+        return AsIs(request)
     return JoinedStream(request, joint) if request.stream else JoinedBody(request, joint)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
 from extproc.policies.policy import Policy
+from extproc.workers.pairing import may_pair, share_model, why_none
 from extproc.workers.worker import Role, Worker
 
 # Envoy tries the hosts of the list in order while they refuse the connection; dataplane's retry policy allows as many.
 CANDIDATES: Final = 4
 _SHOWN: Final = 256  # characters of a model's name: a client may send any number
 _RETRY_AFTER: Final = 1  # seconds; health probes of a worker that is down come about as often
+_REMEMBERED: Final = 256  # sets of workers whose partners are remembered; a fleet has a few per model
 
 
 class Fleet(Protocol):
@@ -42,36 +44,68 @@ class Placer:
         self._fleet = fleet
         self._prefill = prefill
         self._decode = decode
+        # By identity: the fleet gives the same tuples until something changes. Held, so that no other object can have
+        # their identity meanwhile.
+        self._alike: dict[tuple[int, int, bool], tuple[object, object, bool]] = {}
 
-    def pair(self, model: str | None) -> Pair:
-        """A prefill worker and its decode workers.
+    def pair(self, model: str | None, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
+        """A prefill worker and decode workers that it may hand a KV cache to.
+
+        Args:
+            model: that both must serve; None for any, but the same.
+            without: workers that are not to be chosen.
+            like: the prefill worker must hand over as this one does.
 
         Raises:
-            GatewayError: ``model_not_found``, or ``no_available_workers`` naming the role that lacks one.
+            GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one, or
+                ``no_compatible_pd_pair``.
         """
-        prefills = self._fleet.usable(Role.PREFILL, model)
-        decodes = self._fleet.usable(Role.DECODE, model)
+        prefills = _others(self._fleet.usable(Role.PREFILL, model), without)
+        if like is not None:
+            prefills = tuple(prefill for prefill in prefills if prefill.pairing == like.pairing)
+        decodes = _others(self._fleet.usable(Role.DECODE, model), without)
         if not prefills or not decodes:
             raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
-        if model is None:
-            return self._pair_of_one_model(prefills, decodes)
-        return Pair(self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES)))
-
-    def _pair_of_one_model(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Pair:
-        """A pair for a request that names no model: any will do, but both legs must be of the same."""
+        any_model = model is None
+        if self._all_alike(prefills, decodes, any_model=any_model):
+            return Pair(self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES)))
         for prefill in self._prefill.rank(prefills, len(prefills)):
-            partners = [decode for decode in decodes if _share_model(prefill, decode)]
+            partners = tuple(decode for decode in decodes if _partners(prefill, decode, any_model=any_model))
             if partners:
                 same = decodes if len(partners) == len(decodes) else partners
                 return Pair(prefill, _of_one_key(self._decode.rank(same, CANDIDATES)))
-        raise GatewayError(
-            "no_available_workers",
-            "No prefill worker and decode worker that are available serve the same model",
-            retry_after=_RETRY_AFTER,
-        )
+        raise _incompatible(prefills, decodes)
 
-    def prefills(self, model: str | None) -> Sequence[Worker]:
+    def _all_alike(self, prefills: Sequence[Worker], decodes: Sequence[Worker], *, any_model: bool) -> bool:
+        """Whether each of ``prefills`` may be paired with each of ``decodes``, as in most fleets."""
+        key = (id(prefills), id(decodes), any_model)
+        known = self._alike.get(key)
+        if known is None:
+            if len(self._alike) >= _REMEMBERED:
+                self._alike.clear()
+            alike = all(_partners(prefill, decode, any_model=any_model) for prefill in prefills for decode in decodes)
+            known = self._alike[key] = (prefills, decodes, alike)
+        return known[2]
+
+    def decodes(self, model: str | None, like: Worker, without: Collection[Worker] = ()) -> Sequence[Worker]:
+        """Decode workers in order of preference that may be given what was meant for ``like``; none may be left."""
+        usable = _others(self._fleet.usable(Role.DECODE, model), without)
+        found = tuple(w for w in usable if w.pairing == like.pairing and w.api_key == like.api_key)
+        return self._decode.rank(found, CANDIDATES) if found else ()
+
+    def all_decodes(self) -> Sequence[Worker]:
+        """Every decode worker that may be given a request now, in no order of preference.
+
+        Of two, one may be the only one that keeps what is asked for.
+        """
+        return self._fleet.usable(Role.DECODE, None)
+
+    def prefills(self, model: str | None, like: Worker | None = None) -> Sequence[Worker]:
         """Prefill workers in order of preference, for a request that one of them answers alone.
+
+        Args:
+            model: that they must serve; None for any.
+            like: the first of them, if there is one that must be; the others are of its kind.
 
         Raises:
             GatewayError: as :meth:`pair`.
@@ -79,6 +113,9 @@ class Placer:
         prefills = self._fleet.usable(Role.PREFILL, model)
         if not prefills:
             raise self._nobody(model, Role.PREFILL)
+        if like is not None:
+            others = tuple(w for w in prefills if w.pairing == like.pairing and w is not like)
+            return _of_one_key((like, *others[: CANDIDATES - 1]))
         return _of_one_key(self._prefill.rank(prefills, CANDIDATES))
 
     def _nobody(self, model: str | None, role: Role) -> GatewayError:
@@ -91,11 +128,20 @@ class Placer:
         )
 
 
-def _share_model(one: Worker, other: Worker) -> bool:
-    """Whether both serve some model; a worker that has not said which serves any."""
-    if one.model_ids == other.model_ids or not one.model_ids or not other.model_ids:
-        return True
-    return not set(one.model_ids).isdisjoint(other.model_ids)
+def _others(workers: Sequence[Worker], without: Collection[Worker]) -> Sequence[Worker]:
+    return tuple(worker for worker in workers if worker not in without) if without else workers
+
+
+def _partners(prefill: Worker, decode: Worker, *, any_model: bool) -> bool:
+    return may_pair(prefill, decode) and (not any_model or share_model(prefill, decode))
+
+
+def _incompatible(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> GatewayError:
+    why = why_none(prefills, decodes)
+    if why:
+        return GatewayError("no_compatible_pd_pair", why[0].upper() + why[1:])
+    message = "No prefill worker and decode worker that are available serve the same model"
+    return GatewayError("no_available_workers", message, retry_after=_RETRY_AFTER)
 
 
 def _of_one_key(ranked: Sequence[Worker]) -> Sequence[Worker]:

@@ -1,0 +1,325 @@
+"""One attempt at a relayed request: pairs of legs, all on the same two workers, that live and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from extproc.apis.request import InferenceRequest
+from extproc.errors import GatewayError
+from extproc.exchange.attempts import KvMissing
+from extproc.exchange.headers import RequestHead
+from extproc.exchange.legs import (
+    Leftover,
+    WholeAnswer,
+    answered_by,
+    kv_missing,
+    leg_headers,
+    leg_path,
+    loss_of,
+    refused_before,
+    send_orders,
+    unpin,
+)
+from extproc.exchange.placed import Placed
+from extproc.exchange.record import NO_PARAMS, WAIVED
+from extproc.handoff.handoff import Kv, Plan
+from extproc.merge.parts import Joint, leg_edits
+from extproc.transport.interface import Header, Leg, Lost
+from extproc.workers.worker import Role, Worker
+
+if TYPE_CHECKING:
+    from extproc.exchange.session import Session
+
+
+class AttemptEvents(Protocol):
+    """What an attempt tells of itself; nothing any more once it was dropped."""
+
+    def prefill_done(self, part: int, body: bytes) -> None:
+        """A prefill leg's answer is complete."""
+
+    def decode_head(self, headers: Sequence[Header]) -> None:
+        """A decode leg answers 2xx."""
+
+    def decode_data(self, part: int, chunk: bytes) -> None:
+        """A piece of a decode leg's answer."""
+
+    def decode_done(self, part: int) -> None:
+        """A decode leg's answer is complete."""
+
+    def leg_failed(self, error: GatewayError, workers: Sequence[Worker]) -> None:
+        """A leg failed, and with it the attempt; ``workers`` is where it was tried."""
+
+
+class _Part:
+    """One pair of legs; the LegReceiver of its decode leg."""
+
+    __slots__ = (
+        "_attempt",
+        "_refusal",
+        "decode",
+        "headed",
+        "index",
+        "leftover",
+        "params",
+        "plan",
+        "prefill",
+        "worker",
+    )
+
+    def __init__(self, attempt: Attempt, index: int, worker: Worker) -> None:
+        self._attempt = attempt
+        self._refusal: WholeAnswer | None = None  # receives an answer that is an error
+        self.index = index
+        self.worker = worker  # who decodes, as far as known
+        self.headed = False  # it is known
+        self.plan: Plan | None = None
+        self.params = b""  # what a decode may still have to be told of, for the prefill to free the KV cache
+        self.prefill: Leg | None = None
+        self.leftover: Leftover | None = None
+        self.decode: Leg | None = None
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See LegReceiver."""
+        self._attempt.answered(self, headers)
+        if 200 <= status < 300:
+            self.params = b""  # the decode has the request: it fetches the cache, or has it freed when it is aborted
+            self._attempt.events.decode_head(headers)
+        else:
+            if self.plan is not None and not self.params:
+                self.params = self.plan.params  # whoever refused it may have told nobody
+            self._refusal = self._attempt.refusal_of(self)
+            self._refusal.head(status, headers)
+
+    def data(self, chunk: bytes) -> None:
+        """See LegReceiver."""
+        if self._refusal is not None:
+            self._refusal.data(chunk)
+        else:
+            self._attempt.events.decode_data(self.index, chunk)
+
+    def done(self) -> None:
+        """See LegReceiver."""
+        self._over()
+        if self._refusal is not None:
+            self._refusal.done()
+        else:
+            self._attempt.events.decode_done(self.index)
+
+    def lost(self, reason: Lost, detail: str) -> None:
+        """See LegReceiver."""
+        self._over()
+        self._attempt.events.leg_failed(loss_of(Role.DECODE, self.worker, reason, detail), (self.worker,))
+
+    def _over(self) -> None:
+        self.decode = None
+        self.worker.load -= 1
+
+
+class Attempt:
+    """See the module.
+
+    Args:
+        session, head, request: whose attempt it is.
+        placed: the workers.
+        joint: in how many parts the request is served.
+        keep_prefills: the bodies of the prefills' answers are wanted whole.
+        events: is told what happens.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        head: RequestHead,
+        request: InferenceRequest,
+        placed: Placed,
+        joint: Joint,
+        *,
+        keep_prefills: bool,
+        events: AttemptEvents,
+    ) -> None:
+        self._session = session
+        self._head = head
+        self._request = request
+        pair, self._handoff = placed
+        self._joint = joint
+        self._keep_prefills = keep_prefills
+        self.events = events
+        self.prefill = pair.prefill
+        self._decodes = pair.decodes
+        self._parts = [_Part(self, index, pair.decodes[0]) for index in range(joint.parts)]
+        record = session.record
+        record.handoff = self._handoff.name
+        record.prefill = pair.prefill.name
+        record.kv = Kv.HANDED.value
+
+    @property
+    def busy(self) -> bool:
+        """A leg is out."""
+        return any(part.prefill or part.decode for part in self._parts)
+
+    def send(self) -> None:
+        """Send the prefill legs, and the decode legs unless they wait for those."""
+        for part in self._parts:
+            self._send(part)
+
+    def send_decodes(self) -> None:
+        """Send the decode legs alone: the decode worker is to do without the prefill."""
+        self._session.record.kv, self._session.record.note = Kv.RECOMPUTED.value, WAIVED
+        for part in self._parts:
+            part.plan = Plan(b"", b"")
+            self._hand_over(part, b"")
+
+    def pause(self) -> None:
+        """Have the decodes wait."""
+        for part in self._parts:
+            if part.decode is not None:
+                part.decode.pause()
+
+    def resume(self) -> None:
+        """Have them go on."""
+        for part in self._parts:
+            if part.decode is not None:
+                part.decode.resume()
+
+    def drop(self) -> None:
+        """End every leg that is out, on its worker too."""
+        for part in self._parts:
+            if part.prefill is not None and self._handoff.lets_finish:
+                part.leftover = Leftover(self._session.gateway, part.prefill, self.prefill)
+                part.prefill = None
+            elif part.prefill is not None:
+                part.prefill.cancel()
+                self._prefill_over(part)
+                self._abort(part, (self.prefill,))
+            if part.decode is not None:
+                part.decode.cancel()
+                part.decode = None
+                part.worker.load -= 1
+                # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
+                self._abort(part, (part.worker,) if part.headed else self._decodes)
+            params, part.params = part.params, b""
+            if params:
+                self._order(self._handoff.forgets(params), [self._decodes])
+
+    def finish(self) -> None:
+        """The same, and give back what the attempt took."""
+        try:
+            self.drop()
+        finally:
+            for part in self._parts:
+                plan, part.plan = part.plan, None
+                if plan is not None:
+                    self._handoff.release(plan)
+            self._parts.clear()  # they refer back to us
+
+    # -- what the decode legs tell --------------------------------------------------------------------------------
+
+    def answered(self, part: _Part, headers: Sequence[Header]) -> None:
+        """A decode leg has its answer's head, and with it the word of who answers."""
+        served = answered_by(self._decodes, headers)
+        if served is None:
+            return
+        for worker in refused_before(self._decodes, served):
+            self._session.gateway.report_unreachable(worker)
+        part.headed = True
+        part.worker.load -= 1
+        served.load += 1
+        part.worker = served
+        self._session.record.decode = served.name
+
+    def refusal_of(self, part: _Part) -> WholeAnswer:
+        """What receives a decode leg's answer that is an error."""
+        return WholeAnswer(
+            Role.DECODE,
+            part.worker,
+            lambda _: None,
+            lambda error: self.events.leg_failed(error, (part.worker,) if part.headed else self._decodes),
+            is_failure=self._handoff.failed,
+        )
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _send(self, part: _Part) -> None:
+        session, handoff = self._session, self._handoff
+        gateway = session.gateway
+        edits = leg_edits(self._request, self._joint, part.index)
+        plan = handoff.plan(self._request, self.prefill, edits, trust_client=gateway.config.trust_client)
+        part.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
+        answer = WholeAnswer(
+            Role.PREFILL,
+            self.prefill,
+            lambda answer: self._prefill_done(part, answer.body),
+            lambda error: self._prefill_failed(part, error),
+            is_failure=handoff.failed,
+            keep=self._keep_prefills or handoff.in_turn,
+        )
+        headers = self._leg_headers(part, (self.prefill,), len(plan.prefill))
+        headers += plan.prefill_headers
+        part.prefill = gateway.egress.send(headers, plan.prefill, answer)
+        self.prefill.load += 1
+        if handoff.in_turn:
+            part.params = plan.params
+        else:  # both legs are out: an aborted decode tells the prefill itself
+            self._send_decode(part, plan.decode)
+
+    def _send_decode(self, part: _Part, body: bytes) -> None:
+        headers = self._leg_headers(part, self._decodes, len(body))
+        part.decode = self._session.gateway.egress.send(headers, body, part)
+        part.worker.load += 1
+
+    def _leg_headers(self, part: _Part, workers: Sequence[Worker], size: int) -> list[Header]:
+        request_id = self._session.record.request_id
+        if part.index:  # engines name a request after its id
+            request_id += b"-%d" % part.index
+        path = leg_path(self._request.api, self._head.path)
+        return leg_headers(self._session.gateway, self._head, path, workers, request_id, size)
+
+    def _prefill_done(self, part: _Part, body: bytes) -> None:
+        if part.leftover is not None:
+            part.leftover.over()
+            return
+        self._prefill_over(part)
+        session = self._session
+        session.record.prefill_ended = session.gateway.clock.now()
+        if self._handoff.in_turn and not self._hand_over(part, body):
+            self.events.leg_failed(kv_missing(self.prefill), (self.prefill,))
+        else:
+            self.events.prefill_done(part.index, body)
+
+    def _hand_over(self, part: _Part, answer: bytes) -> bool:
+        """Send the decode leg that the prefill's answer makes; False where that is none and there must be one."""
+        plan, session = part.plan, self._session
+        assert plan is not None
+        config = session.gateway.config
+        edits = leg_edits(self._request, self._joint, part.index)
+        handed = self._handoff.handed(self._request, plan, edits.decode, answer, trust_client=config.trust_client)
+        part.params = handed.params
+        if handed.kv is not Kv.HANDED and answer:
+            session.record.kv, session.record.note = handed.kv.value, NO_PARAMS
+            if config.kv_missing is KvMissing.FAIL:
+                return False
+        self._send_decode(part, handed.decode)
+        return True
+
+    def _prefill_failed(self, part: _Part, error: GatewayError) -> None:
+        if part.leftover is not None:
+            part.leftover.over()
+            return
+        self._prefill_over(part)
+        part.params = b""  # nothing was computed that could be freed
+        if part.decode is not None and part.plan is not None:
+            unpin(self._session, self._head, self.prefill, self._handoff.unpins(part.plan), error)
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
+        self.events.leg_failed(error, (self.prefill,))
+
+    def _prefill_over(self, part: _Part) -> None:
+        part.prefill = None
+        self.prefill.load -= 1
+
+    def _abort(self, part: _Part, workers: Sequence[Worker]) -> None:
+        if part.plan is not None:
+            self._order(self._handoff.aborts(part.plan), [(worker,) for worker in workers])
+
+    def _order(self, orders: Sequence[tuple[bytes, bytes]], recipients: Sequence[Sequence[Worker]]) -> None:
+        send_orders(self._session.gateway, self._head, recipients, orders, self._session.record.request_id)

@@ -1,0 +1,186 @@
+"""The way of an answer that is made here to the client.
+
+:class:`LocalReply`: the request is still held; Envoy streams what we say as its own reply
+(``streamed_immediate_response``).
+
+:class:`LateReply`: the request was released to a worker before, whose answer, or silence, shall not reach the client.
+Envoy 1.40 has no way to stream a local reply then. What it has is a second ext_proc filter, in front of everything,
+that wakes only for an answer with the header ``x-pd-late``: for the answer that the first call gives it (an error,
+which the client gets should the second call not come) Envoy opens a second call, and what that says replaces head and
+body.
+
+Sent on the first call, the answer resets the worker's request at once. If Envoy had a head of the worker's on its way
+to us at that moment, it takes our answer for the client's: then nothing may follow, and nothing does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from extproc.errors import GatewayError
+from extproc.exchange import wire
+from extproc.exchange.clock import SECOND_CALL_SECONDS, Handle
+from extproc.exchange.headers import HeaderValue
+from extproc.exchange.record import naming_headers
+from extproc.names import LATE
+from extproc.transport.grpc_framing import Status
+from extproc.transport.interface import Call, Header
+
+if TYPE_CHECKING:
+    from extproc.exchange.session import Session
+
+_LATE: Final = LATE.encode()
+
+
+class Outlet(Protocol):
+    """Where an answer goes: a head, then pieces, the last of them marked; or an error."""
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """Begin the answer."""
+
+    def body(self, chunk: bytes, *, end: bool) -> None:
+        """Go on with it."""
+
+    def reject(self, error: GatewayError) -> None:
+        """Answer with ``error``; where an answer has begun, have Envoy cut it."""
+
+    @property
+    def queued(self) -> int:
+        """Bytes that Envoy has not taken yet."""
+
+
+class LocalReply:
+    """See the module."""
+
+    __slots__ = ("_session",)
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See Outlet."""
+        self._session.call.send(wire.relayed_head(status, headers))
+
+    def body(self, chunk: bytes, *, end: bool) -> None:
+        """See Outlet."""
+        for message in wire.relayed_body(chunk, end=end):
+            self._session.call.send(message)
+
+    def reject(self, error: GatewayError) -> None:
+        """See Outlet."""
+        self._session.reject(error)
+
+    @property
+    def queued(self) -> int:
+        """See Outlet."""
+        return self._session.call.queued
+
+
+class LateReply:
+    """See the module.
+
+    Args:
+        session: of the first call.
+        lost: is called when the second call will not come, or has ended: nothing can be said any more.
+        drained: is called when Envoy has taken what was queued.
+    """
+
+    __slots__ = ("_begun", "_call", "_head", "_held", "_id", "_lost", "_names", "_session", "_waiting", "drained")
+
+    def __init__(self, session: Session, lost: Callable[[], None], drained: Callable[[], None]) -> None:
+        self._session = session
+        self._id = b"%032x" % random.getrandbits(128)  # not the request's own id, which clients may use twice
+        self._lost = lost
+        self.drained = drained
+        self._call: Call | None = None
+        self._names: Sequence[bytes] = ()  # of the headers that the second call found
+        self._held: list[tuple[bytes, bool]] = []  # what was said before it came
+        self._waiting: Handle | None = None
+        self._head: tuple[int, Sequence[Header]] | None = None
+        self._begun = False
+
+    def open(self, error: GatewayError, *, asked: bool) -> None:
+        """Have Envoy open the second call.
+
+        Args:
+            error: what the client gets should it not come.
+            asked: Envoy has a worker's head and waits for our word.
+        """
+        session = self._session
+        record = session.record
+        gateway = session.gateway
+        gateway.late[self._id] = self
+        if asked:
+            session.call.send(wire.response_headers_reply(wire.set_header(_LATE, self._id)))
+        else:
+            record.status, record.code, record.message = error.status, error.fault.code, error.message
+            headers = [*error.headers, (b"x-request-id", record.request_id), (_LATE, self._id)]
+            session.call.send(wire.immediate_reply(error.status, headers, error.body or b" "))
+        self._waiting = gateway.clock.after(SECOND_CALL_SECONDS, self.closed)
+
+    def opened(self, call: Call, headers: Iterable[HeaderValue]) -> None:
+        """The second call is there; ``headers`` is what it found."""
+        self._stop_waiting()
+        self._call = call
+        self._names = [header.key.encode("latin-1") for header in headers if not header.key.startswith(":")]
+        if self._held:
+            self._say()
+
+    def closed(self) -> None:
+        """The second call is over, or did not come: the client has everything, or has left."""
+        self._stop_waiting()
+        if self._session.gateway.late.pop(self._id, None) is not None:
+            self._call = None
+            self._lost()
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See Outlet. Envoy sends it on with the first piece of the body, and so do we."""
+        self._head = (status, headers)
+
+    def body(self, chunk: bytes, *, end: bool) -> None:
+        """See Outlet."""
+        self._held.append((chunk, end))
+        if self._call is not None:
+            self._say()
+
+    def reject(self, error: GatewayError) -> None:
+        """See Outlet."""
+        record = self._session.record
+        if self._begun and self._call is not None:
+            self._call.abort(Status.INTERNAL, error.message)
+            return
+        self._held.clear()
+        record.status, record.code, record.message = error.status, error.fault.code, error.message
+        headers = [*error.headers, (b"x-request-id", record.request_id)]
+        if self._session.gateway.config.response_headers:
+            headers += naming_headers(record)
+        self.head(error.status, headers)
+        self.body(error.body or b" ", end=True)
+
+    @property
+    def queued(self) -> int:
+        """See Outlet."""
+        return 0 if self._call is None else self._call.queued
+
+    def _say(self) -> None:
+        """Say what is held: the head before the first piece."""
+        call = self._call
+        assert call is not None
+        if not self._begun and self._head is not None:
+            self._begun = True
+            status, headers = self._head
+            mutation = b"".join([wire.remove_header(name) for name in self._names])
+            mutation += wire.set_header(b":status", b"%d" % status)
+            mutation += b"".join([wire.set_header(name, value) for name, value in headers])
+            call.send(wire.response_headers_reply(mutation))
+        held, self._held = self._held, []
+        for chunk, end in held:
+            for message in wire.response_body_replies(chunk, end=end):
+                call.send(message)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None

@@ -1,0 +1,58 @@
+"""Which decode worker keeps which stored response, so that whoever asks for one again is sent there.
+
+The Responses API keeps answers on the worker that made them. Names of responses that the gateway makes say which worker
+that is meant to be, so that any gateway of the fleet, and one that was restarted, can tell; where it was another one in
+the end, or the client chose the name, this gateway remembers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Final
+
+from extproc.workers.worker import Worker
+
+PREFIX: Final = "resp_"
+_TAG: Final = 8  # hexadecimal digits that stand for a worker
+_REMEMBERED: Final = 100_000  # some 20 MB
+
+
+class StoredResponses:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, str] = {}  # name of the response -> name of the worker, oldest first
+
+    def name(self, worker: Worker) -> str:
+        """A new name for a response that ``worker`` is to make."""
+        return f"{PREFIX}{_tag(worker.name)}{random.getrandbits(96):024x}"
+
+    def made(self, name: str, worker: Worker) -> None:
+        """``worker`` made the response of this name."""
+        if _named_after(name) == _tag(worker.name):
+            return
+        self._kept.pop(name, None)
+        self._kept[name] = worker.name
+        if len(self._kept) > _REMEMBERED:
+            del self._kept[next(iter(self._kept))]
+
+    def keeper(self, name: str, workers: Iterable[Worker]) -> Worker | None:
+        """Which of ``workers`` keeps the response of this name; None when nobody can tell."""
+        known = self._kept.get(name)
+        tag = _named_after(name)
+        for worker in workers:
+            if (worker.name == known) if known is not None else (_tag(worker.name) == tag):
+                return worker
+        return None
+
+
+@lru_cache(4096)
+def _tag(worker: str) -> str:
+    return blake2b(worker.encode(), digest_size=_TAG // 2).hexdigest()
+
+
+def _named_after(name: str) -> str:
+    return name.removeprefix(PREFIX)[:_TAG] if name.startswith(PREFIX) else ""

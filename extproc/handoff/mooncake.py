@@ -1,0 +1,97 @@
+"""vLLM's MooncakeConnector: both legs at once, meeting under a transfer id at the prefill's bootstrap server.
+
+What: the legs share a ``transfer_id`` that is minted here for every attempt; the decode is told which engine core
+prefills and where its bootstrap server is, and has the KV cache pushed as soon as it is there. The prefill's answer
+says nothing. When to use: workers registered with ``kv_connector: MooncakeConnector``. ``in_turn`` starts the decode
+leg only when the prefill is done, for engines that want it so (``--mooncake-dispatch sequential``).
+Fields: prefill ``do_remote_decode``, ``transfer_id``; decode ``do_remote_prefill``, ``transfer_id``,
+``remote_engine_id``, ``remote_bootstrap_addr`` (``http://host:port``, an IPv6 address in brackets; port 8998 unless
+registered). With several engine cores (data parallelism) one is chosen, and the prefill leg is pinned to its rank by
+the header ``x-data-parallel-rank``.
+Failure: without an engine id nothing can be minted, and the decode computes the prompt itself. A cache that no decode
+fetches stays with the prefill for 480 s unless a decode worker is made to say that it will not (see nixl). A decode
+that waits for a prefill that does not come keeps its memory as long, even after its client has left: so a prefill leg
+is never cancelled while its decode leg is out, and one that was refused is followed by one of another prompt under the
+same transfer id, which the decode throws away.
+Source: vllm 0.32 distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py, and its example proxy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import orjson
+
+from extproc.apis.json_object import Edits, LegEdits
+from extproc.apis.request import InferenceRequest
+from extproc.handoff import vllm
+from extproc.handoff.handoff import Alone, Handed, Kv, Plan
+from extproc.workers.worker import MOONCAKE_BOOTSTRAP_PORT, Role, Worker
+
+_RANK_HEADER: Final = b"x-data-parallel-rank"
+_ASK: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}'
+_UNPIN_PATH: Final = b"/v1/completions"
+_UNPIN: Final = b'{"prompt":"x","max_tokens":1,"kv_transfer_params":%b}'
+_WHOLE: Final = LegEdits()
+_NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known")
+
+
+class MooncakeHandoff(vllm.VllmHandoff):
+    """See the module, and Handoff."""
+
+    name = "mooncake"
+
+    def __init__(self, *, in_turn: bool = False) -> None:
+        self.in_turn = in_turn
+        self.lets_finish = not in_turn
+
+    def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:
+        """See Handoff."""
+        found = super().alone(request, prefill)
+        if found is None and not prefill.kv_engines:
+            return _NO_ENGINE
+        return found
+
+    def plan(
+        self, request: InferenceRequest, prefill: Worker, edits: LegEdits = _WHOLE, *, trust_client: bool = False
+    ) -> Plan:
+        """See Handoff. ``prefill`` has an engine id."""
+        transfer = f"xfer-{random.getrandbits(128):032x}"
+        engine = prefill.kv_engines[random.getrandbits(32) % len(prefill.kv_engines)]
+        ask = _ASK % transfer.encode()
+        params = orjson.dumps(
+            {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "remote_engine_id": engine.id,
+                "remote_bootstrap_addr": _bootstrap_address(prefill),
+                "transfer_id": transfer,
+            }
+        )
+        return Plan(
+            vllm.prefill_body(request, edits, ask, trust_client=trust_client),
+            vllm.decode_body(request, edits.decode, params, trust_client=trust_client),
+            params=params,
+            prefill_headers=((_RANK_HEADER, b"%d" % engine.rank),) if len(prefill.kv_engines) > 1 else (),
+        )
+
+    def handed(
+        self, request: InferenceRequest, plan: Plan, edits: Edits, answer: bytes, *, trust_client: bool = False
+    ) -> Handed:
+        """See Handoff. Where the cache is was known before."""
+        params = plan.params if answer else b""
+        body = vllm.decode_body(request, edits, params, trust_client=trust_client)
+        return Handed(body, Kv.HANDED if params else Kv.RECOMPUTED, params)
+
+    def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
+        """See Handoff."""
+        if self.in_turn:
+            return ()
+        transfer = orjson.loads(plan.params)["transfer_id"]
+        return [(_UNPIN_PATH, _UNPIN % (_ASK % transfer.encode()))]
+
+
+def _bootstrap_address(prefill: Worker) -> str:
+    return f"http://{prefill.url.bracketed_host}:{prefill.bootstrap_port or MOONCAKE_BOOTSTRAP_PORT}"
