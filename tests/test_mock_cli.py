@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import aiohttp
 import pytest
 
 from tests.mock_client import ask, dialling
@@ -72,6 +73,32 @@ async def test_a_pair_of_programs(start: Start) -> None:
     assert [answer.json["usage"]["completion_tokens"] for answer in answers] == [1, 3]
     assert (await ask(prefill, "/v1/models")).json["data"][0]["id"] == "m"
     assert len((await ask(decode, "/_mock/requests")).json) == 1
+    assert await prefill.stop() == 0
+    assert await decode.stop() == 0
+
+
+async def test_a_pair_of_vllm_programs(start: Start) -> None:
+    prefill, decode = await asyncio.gather(
+        start("--engine", "vllm", "--role", "prefill", "--kv-connector", "MooncakeConnector", "--bootstrap-port", "0"),
+        start("--engine", "vllm", "--role", "decode", "--kv-connector", "MooncakeConnector", "--lease", "5"),
+    )
+    bootstrap = f"http://127.0.0.1:{prefill.bootstrap_port}"
+    async with aiohttp.ClientSession() as session, session.get(f"{bootstrap}/query") as answer:
+        engine_id = (await answer.json())["0"]["engine_id"]
+    chat, body = "/v1/chat/completions", {**BODY, "model": "tiny"}
+    first = {"do_remote_decode": True, "transfer_id": "t"}
+    second = {
+        "do_remote_prefill": True,
+        "transfer_id": "t",
+        "remote_engine_id": engine_id,
+        "remote_bootstrap_addr": bootstrap,
+    }
+    answers = await asyncio.gather(
+        ask(prefill, chat, {**body, "max_tokens": 1, "kv_transfer_params": first}),
+        ask(decode, chat, {**body, "kv_transfer_params": second}),
+    )
+    assert [answer.json["usage"]["completion_tokens"] for answer in answers] == [1, 4]
+    assert [entry["kv"] for entry in (await ask(decode, "/_mock/requests")).json] == ["transferred"]
     assert await prefill.stop() == 0
     assert await decode.stop() == 0
 

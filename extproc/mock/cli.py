@@ -56,7 +56,7 @@ def _add_vllm(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--side-channel-port", type=int, default=0, help="where decodes fetch caches; 0: a free port")
     group.add_argument("--max-model-len", type=int, default=131_072, help="longest prompt and answer together")
     group.add_argument("--kv-blocks", type=int, default=16_384, help="how many blocks the cache has")
-    group.add_argument("--lease", type=float, default=30.0, help="prefill: seconds that blocks wait for a decode")
+    group.add_argument("--lease", type=float, help="prefill: seconds that blocks wait for a decode")
     group.add_argument(
         "--kv-load-failure-policy", choices=["fail", "recompute"], default="fail", help="decode: what to do without KV"
     )

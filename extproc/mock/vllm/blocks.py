@@ -37,7 +37,11 @@ class Blocks:
         if self._waiting or needed > len(self._free):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((needed, turn))
-            await turn
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._admit()
+                raise
         taken = [self._free.popleft() for _ in range(needed)]
         for block in taken:
             self._written[block] = digest

@@ -59,7 +59,7 @@ class Options:
     eos_first: str = ""  # prompts that contain it are answered by end-of-text alone
     recompute: bool = False  # kv_load_failure_policy
     load_failure_delay: float = 5.0  # until a decode gives up on a prefill that it cannot reach
-    lease: float = 30.0  # how long a prefill's blocks wait for a decode; Mooncake: 480 there
+    lease: float = 30.0  # how long a prefill's blocks wait for a decode
     stuck: bool = True  # incomplete parameters hold a request for ever, as they do in 0.32; False: it recomputes
 
 
@@ -151,6 +151,7 @@ class Engine(engine.Engine[Sequence]):
         self.pins = Pins(self.blocks, options.lease)
         self.connector: Connector | None = None
         self.totals = Totals()
+        self._loads: set[asyncio.Future[int]] = set()
 
     def abort(self, external: list[str]) -> None:
         """End live requests by the ids that clients know, as ``/inference/v1/abort_requests`` does."""
@@ -169,6 +170,14 @@ class Engine(engine.Engine[Sequence]):
         for sequence in batch.sequences:
             self.blocks.give(sequence.blocks)
             sequence.blocks = []
+
+    def kill(self) -> None:
+        """Nothing is kept and fetched any more."""
+        for load in self._loads:
+            load.cancel()
+        self.pins.clear()
+        if self.connector is not None:
+            self.connector.stop()
 
     @property
     def loading(self) -> int:
@@ -241,6 +250,8 @@ class Engine(engine.Engine[Sequence]):
     async def _load(self, connector: Connector, sequence: Sequence, params: dict[str, Any]) -> int | None:
         sequence.loading = True
         loading = asyncio.ensure_future(connector.load(params))
+        self._loads.add(loading)
+        loading.add_done_callback(self._loads.discard)
         try:
             # once begun, a transfer is finished, whether or not the client stays: the prefill's blocks get free
             source = await asyncio.shield(loading)
@@ -257,6 +268,7 @@ class Engine(engine.Engine[Sequence]):
         finally:
             sequence.loading = False
         self.totals.hits += sequence.prompt.length - sequence.cached
+        sequence.cached, sequence.created = sequence.prompt.length, 0
         remote = params.get("remote_prefill_cached_tokens")
         if isinstance(remote, int):
             sequence.cached = remote

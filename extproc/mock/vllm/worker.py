@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NIXL = "NixlConnector"
 MOONCAKE = "MooncakeConnector"
+_NIXL_LEASE = 30.0  # kv_lease_duration
+_MOONCAKE_LEASE = 480.0  # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "aggregated": Role.AGGREGATED}
 
 
@@ -36,8 +38,8 @@ class VllmMock(MockWorker):
     ``role`` is ``prefill``, ``decode`` or ``aggregated``; ``connector`` is ``NixlConnector``, ``MooncakeConnector`` or
     empty (none). ``side_channel_port`` is where decodes fetch KV caches, ``bootstrap_port`` where a Mooncake prefill
     answers ``GET /query``; both are real after ``start``. ``tokens`` is the length of an answer that nothing limits.
-    Times are in seconds: ``first_token_delay`` is what computing a prompt takes, ``token_delay`` a token. ``options``
-    are those of ``Options``, by name.
+    Times are in seconds: ``first_token_delay`` is what computing a prompt takes, ``token_delay`` a token, ``lease`` how
+    long blocks wait for a decode (None: the engine's default). ``options`` are those of ``Options``, by name.
     """
 
     inference_paths = frozenset(
@@ -70,6 +72,7 @@ class VllmMock(MockWorker):
         keep_alive: float = 5.0,
         record_limit: int = 100_000,
         faults: tuple[Fault | Rule, ...] = (),
+        lease: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -81,7 +84,9 @@ class VllmMock(MockWorker):
         self.connector_name = ("" if role == "aggregated" else NIXL) if connector is None else connector
         self.side_channel_port = side_channel_port
         self.bootstrap_port = bootstrap_port
-        self.engine = Engine(_ROLES[role], Options(model=model, **options))
+        if lease is None:
+            lease = _MOONCAKE_LEASE if self.connector_name == MOONCAKE else _NIXL_LEASE
+        self.engine = Engine(_ROLES[role], Options(model=model, lease=lease, **options))
         self.engine.connector = self._connector = self._connect()
         self.store = Store()
         self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens), 0.0, self._refused)
@@ -179,9 +184,7 @@ class VllmMock(MockWorker):
 
     def _kill(self) -> None:
         self._runner.kill()
-        self.engine.pins.clear()
-        if self._connector is not None:
-            self._connector.stop()
+        self.engine.kill()
         if isinstance(self._connector, Mooncake):
             self._connector.bootstrap.kill()
 
