@@ -25,6 +25,7 @@ from extproc.exchange.placed import Placed
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.handoff.handoff import Kv, Plan
 from extproc.merge.parts import Joint, leg_edits
+from extproc.policies.placement import Pair
 from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.worker import Role, Worker
 
@@ -269,11 +270,11 @@ class Attempt:
         part.worker.load += 1
 
     def _leg_headers(self, part: _Part, workers: Sequence[Worker], size: int) -> list[Header]:
-        request_id = self._session.record.request_id
+        leg_id = self._session.record.leg_id
         if part.index:  # engines name a request after its id
-            request_id += b"-%d" % part.index
+            leg_id += b"-%d" % part.index
         path = leg_path(self._request.api, self._head.path)
-        return leg_headers(self._session.gateway, self._head, path, workers, request_id, size)
+        return leg_headers(self._session.gateway, self._head, path, workers, leg_id, size)
 
     def _prefill_done(self, part: _Part, body: bytes) -> None:
         if part.leftover is not None:
@@ -309,7 +310,7 @@ class Attempt:
         self._prefill_over(part)
         part.params = b""  # nothing was computed that could be freed
         if part.decode is not None and part.plan is not None:
-            unpin(self._session, self._head, self.prefill, self._handoff.unpins(part.plan), error)
+            unpin(self._session, self._head, Pair(self.prefill, self._decodes), self._handoff, part.plan, error)
         self._session.record.prefill_ended = self._session.gateway.clock.now()
         self.events.leg_failed(error, (self.prefill,))
 

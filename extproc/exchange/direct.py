@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from extproc.apis.json_object import Edits, LegEdits
+from extproc.apis.json_object import NO_EDITS, Edits, LegEdits
 from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, InferenceRequest
-from extproc.apis.table import RESPONSES, Flow
+from extproc.apis.table import CHAT, RESPONSES, Flow
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
@@ -34,6 +34,7 @@ from extproc.exchange.relayed import Origin, RelayedCourse
 from extproc.handoff.handoff import Handoff, Kv, Plan
 from extproc.merge.parts import joint_of
 from extproc.names import CLUSTER
+from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
 from extproc.workers.endpoints import PREFILL_CLUSTER
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 _LAST: Final = (Event.CLOSED, Event.LINGERED)  # after these nothing more will happen
 WHOLE: Final = LegEdits()
+_WITH_TOKEN_IDS: Final = Edits({"return_token_ids": b"true"})
 _NO_AUTHORIZATION: Final = wire.remove_header(b"authorization")
 _PREFILL_CLUSTER: Final = wire.set_header(CLUSTER.encode(), PREFILL_CLUSTER.encode())
 _JSON: Final = wire.set_header(b"content-type", b"application/json")
@@ -158,6 +160,7 @@ class DirectCourse:
         self._prefill, self._handoff = pair.prefill, handoff
         self._hold = handoff.hold(self._request)
         self._name_response(self._decode)
+        self._ask_token_ids()
         plan = self._plan = handoff.plan(
             self._request, pair.prefill, self._edits, trust_client=gateway.config.trust_client
         )
@@ -167,6 +170,17 @@ class DirectCourse:
         record.handoff = handoff.name
         record.prefill = pair.prefill.name
         record.kv = Kv.HANDED.value
+
+    def _ask_token_ids(self) -> None:
+        """Have the prefill tell the prompt's token ids, where every decode worker that may serve takes them.
+
+        It then need not apply the chat template and tokenise again. Only a chat's prefill tells them in a way that its
+        decode understands (vLLM 0.32).
+        """
+        handoff = self._handoff
+        assert handoff is not None
+        if self._request.api is CHAT and handoff.in_turn and all(w.takes_token_ids for w in self._upstreams):
+            self._edits = LegEdits(_WITH_TOKEN_IDS, NO_EDITS)
 
     # -- Course ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +237,7 @@ class DirectCourse:
         assert handoff is not None
         session = self._session
         gateway = session.gateway
-        headers = leg_headers(gateway, self._head, self._path, (prefill,), session.record.request_id, len(plan.prefill))
+        headers = leg_headers(gateway, self._head, self._path, (prefill,), session.record.leg_id, len(plan.prefill))
         headers += plan.prefill_headers
         answer = WholeAnswer(
             Role.PREFILL,
@@ -408,7 +422,7 @@ class DirectCourse:
         report(session.gateway, (prefill,), error)
         plan, handoff = self._plan, self._handoff
         if self._released and plan is not None and handoff is not None:
-            unpin(session, self._head, prefill, handoff.unpins(plan), error)
+            unpin(session, self._head, Pair(prefill, self._upstreams), handoff, plan, error)
         self._fire(self._after(error, prefill))
 
     def _after(self, error: GatewayError, prefill: Worker) -> Event:
@@ -523,9 +537,9 @@ class DirectCourse:
         head = self._head
         fields = head.fields
         mutation = b"" if body is None else wire.set_header(b"content-length", b"%d" % len(body))
-        request_id = self._session.record.request_id
-        if fields.get("x-request-id") != request_id:
-            mutation += wire.set_header(b"x-request-id", request_id)
+        leg_id = self._session.record.leg_id
+        if fields.get("x-request-id") != leg_id:
+            mutation += wire.set_header(b"x-request-id", leg_id)
         if self._request.api.worker_path != self._request.api.path:
             mutation += wire.set_header(b":path", self._path)
         if worker.api_key is not None:

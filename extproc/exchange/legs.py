@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from extproc.apis.table import Api
@@ -11,7 +11,9 @@ from extproc.errors import CATALOGUE, GatewayError
 from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, UNPIN_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import HeaderValue, RequestHead
+from extproc.handoff.handoff import Handoff, Plan
 from extproc.names import CLUSTER, DESTINATION, ERROR_CODE, LOCAL_REPLY, UPSTREAM
+from extproc.policies.placement import Pair
 from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.workers.worker import Role, Worker
@@ -296,13 +298,19 @@ def send_orders(
             receiver.limit = gateway.clock.after(ABORT_SECONDS, leg.cancel)
 
 
-def unpin(
-    session: Session, head: RequestHead, prefill: Worker, orders: Sequence[tuple[bytes, bytes]], error: GatewayError
-) -> None:
-    """Have ``prefill``, whose leg ended with ``error``, free the decode that waits for it, once that leg has ended."""
-    if orders and not error.fault.code.endswith("_unreachable"):
-        gateway, request_id = session.gateway, session.record.request_id
-        gateway.clock.after(UNPIN_SECONDS, lambda: send_orders(gateway, head, [(prefill,)], orders, request_id))
+def unpin(session: Session, head: RequestHead, pair: Pair, handoff: Handoff, plan: Plan, error: GatewayError) -> None:
+    """Free what a decode and its prefill keep for a pair of legs of which the prefill's ended with ``error``.
+
+    First the prefill is given something to send to the decode that waits for it, once the decode leg has ended; then,
+    for a decode that did not wait, a decode has the prefill free that.
+    """
+    orders = handoff.unpins(plan)
+    if not orders or error.fault.code.endswith("_unreachable"):
+        return
+    gateway, request_id = session.gateway, session.record.request_id
+    send, after = partial(send_orders, gateway, head, request_id=request_id), gateway.clock.after
+    after(UNPIN_SECONDS, lambda: send([(pair.prefill,)], orders))
+    after(2 * UNPIN_SECONDS, lambda: send([pair.decodes], handoff.forgets(plan.params)))
 
 
 def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> None:

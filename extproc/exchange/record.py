@@ -14,7 +14,8 @@ class Record:
     """One request, filled in on its way. Times are seconds of the exchange's clock; 0 means: did not happen.
 
     ``code`` is the error code when the gateway itself answered or cut the answer, ``message`` says why; ``status`` is
-    what the client was told, 0 when it left before anything was. ``kv`` is a value of handoff.Kv, ``note`` says why a
+    what the client was told, 0 when it left before anything was. ``leg_id`` is what workers are told
+    for ``request_id``. ``kv`` is a value of handoff.Kv, ``note`` says why a
     KV cache was computed by the decode; ``attempts`` counts the pairs that were tried.
     """
 
@@ -27,6 +28,7 @@ class Record:
         "handoff",
         "headed",
         "kv",
+        "leg_id",
         "message",
         "model",
         "note",
@@ -43,7 +45,7 @@ class Record:
     def __init__(self, started: float) -> None:
         self.started = started
         self.sent = self.prefill_ended = self.headed = self.ended = 0.0
-        self.request_id = b""
+        self.request_id = self.leg_id = b""
         self.api = self.model = self.handoff = self.prefill = self.decode = self.code = self.message = ""
         self.kv = self.note = ""
         self.attempts = 1

@@ -61,6 +61,7 @@ class Session:
         "_course",
         "_head",
         "_late",
+        "_named",
         "_parts",
         "_size",
         "call",
@@ -79,6 +80,7 @@ class Session:
         self._size = 0
         self._course: Course | None = None
         self._answered = False
+        self._named = False  # by the client
         self._late: LateReply | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
 
@@ -170,9 +172,9 @@ class Session:
         config = self.gateway.config
         api = self._api = api_of(head.path)
         record = self.record
-        record.request_id = client_request_id(head, config.request_id_headers) or new_request_id(
-            api.id_prefix if api else "req-"
-        )
+        given = client_request_id(head, config.request_id_headers)
+        self._named = given is not None
+        record.request_id = record.leg_id = given or new_request_id(api.id_prefix if api else "req-")
         if api is None:
             self.reject(GatewayError("not_found", f"Invalid URL ({head.method} {head.path})"))
             return
@@ -248,6 +250,8 @@ class Session:
             return DirectCourse.alone(self, head, request, gateway.placer.prefills(request.model))
         pair = gateway.placer.pair(request.model)
         handoff = gateway.handoffs.of(pair.prefill)
+        if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
+            record.leg_id = record.request_id.removeprefix(api.id_prefix.encode())
         alone = handoff.alone(request, pair.prefill)
         if alone is not None:
             return self._alone(head, request, pair, alone)

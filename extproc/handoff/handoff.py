@@ -79,6 +79,10 @@ class Handoff(Protocol):
         """The decode leg starts only when the prefill leg is done."""
 
     @property
+    def prefixes_ids(self) -> bool:
+        """The engine names a request after its ``x-request-id``, with a prefix of the API before it."""
+
+    @property
     def live(self) -> int:
         """How many rooms are taken."""
 

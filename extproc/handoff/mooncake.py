@@ -24,8 +24,9 @@ from typing import Final
 
 import orjson
 
-from extproc.apis.json_object import Edits, LegEdits
+from extproc.apis.json_object import Edits, JsonObject, LegEdits
 from extproc.apis.request import InferenceRequest
+from extproc.errors import GatewayError
 from extproc.handoff import vllm
 from extproc.handoff.handoff import Alone, Handed, Kv, Plan
 from extproc.workers.worker import MOONCAKE_BOOTSTRAP_PORT, Role, Worker
@@ -34,6 +35,7 @@ _RANK_HEADER: Final = b"x-data-parallel-rank"
 _ASK: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}'
 _UNPIN_PATH: Final = b"/v1/completions"
 _UNPIN: Final = b'{"prompt":"x","max_tokens":1,"kv_transfer_params":%b}'
+_DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
 _WHOLE: Final = LegEdits()
 _NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known")
 
@@ -82,6 +84,8 @@ class MooncakeHandoff(vllm.VllmHandoff):
     ) -> Handed:
         """See Handoff. Where the cache is was known before."""
         params = plan.params if answer else b""
+        if params and (cached := _cached_tokens(answer)) is not None:
+            params = JsonObject(params).edited({"remote_prefill_cached_tokens": b"%d" % cached})
         body = vllm.decode_body(request, edits, params, trust_client=trust_client)
         return Handed(body, Kv.HANDED if params else Kv.RECOMPUTED, params)
 
@@ -91,6 +95,22 @@ class MooncakeHandoff(vllm.VllmHandoff):
             return ()
         transfer = orjson.loads(plan.params)["transfer_id"]
         return [(_UNPIN_PATH, _UNPIN % (_ASK % transfer.encode()))]
+
+
+def _cached_tokens(answer: bytes) -> int | None:
+    """How many of the prompt's tokens the prefill had in its cache, where its answer tells.
+
+    The decode reports what it is told, else all that it was sent, as if it had been cached (NIXL's parameters tell it).
+    """
+    try:
+        usage = JsonObject(answer).get("usage")
+    except GatewayError:
+        return None
+    for key in _DETAILS if isinstance(usage, dict) else ():
+        details = usage.get(key)
+        if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
+            return int(details["cached_tokens"])
+    return None
 
 
 def _bootstrap_address(prefill: Worker) -> str:

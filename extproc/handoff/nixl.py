@@ -57,5 +57,6 @@ class NixlHandoff(vllm.VllmHandoff):
     ) -> Handed:
         """See Handoff."""
         params = vllm.returned_params(answer) if answer else b""
-        body = vllm.decode_body(request, edits, params, trust_client=trust_client)
+        told = vllm.with_token_ids(params, answer) if params else b""
+        body = vllm.decode_body(request, edits, told, trust_client=trust_client)
         return Handed(body, Kv.HANDED if params else Kv.RECOMPUTED, params)

@@ -69,6 +69,7 @@ class SglangHandoff:
     name = "sglang"
     in_turn = False
     lets_finish = False
+    prefixes_ids = False
 
     def __init__(self) -> None:
         self._rooms = Rooms()

@@ -32,6 +32,7 @@ _CAPS: Final = {
 _SCORING: Final = (0, 1)
 _NOTHING: Final[frozenset[str]] = frozenset()
 # A generation that did not end well, in the answers of all APIs. Inside a JSON string the quotes would be escaped.
+_BRACKET: Final = ord("[")
 _BROKEN: Final = re.compile(
     rb'"(?:finish_reason|stop_reason)"\s*:\s*"(?:abort|error)"|"status"\s*:\s*"(?:failed|cancelled)"'
 )
@@ -134,6 +135,17 @@ def returned_params(answer: bytes) -> bytes:
     return found
 
 
+def with_token_ids(params: bytes, answer: bytes) -> bytes:
+    """``params`` and the prompt's token ids, where the prefill's answer tells them, so that no decode tokenises again.
+
+    Only a leg that was asked for them tells them. Source: vllm pull request 48145.
+    """
+    if b'"prompt_token_ids":[' not in answer:
+        return params
+    ids = JsonObject(answer).raw_value("prompt_token_ids")
+    return JsonObject(params).edited({"prompt_token_ids": ids}) if ids and ids[0] == _BRACKET else params
+
+
 def _has(params: JsonObject, keys: Sequence[str]) -> bool:
     return all(params.first_byte(key) not in (0, 0x6E) for key in keys) and params.get(keys[0]) != []
 
@@ -143,6 +155,7 @@ class VllmHandoff:
 
     live = 0  # there are no rooms
     lets_finish = False
+    prefixes_ids = True
 
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:  # noqa: ARG002 - Handoff's signature
         """See Handoff."""
