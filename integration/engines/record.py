@@ -2,7 +2,7 @@
 
 Each case becomes one file of tests/data/sglang, bodies as text: {"path", "request", "aggregated", "legs": [{"prefill",
 "decode"}, ...]}. With ``n`` samples there are ``n`` pairs of legs, each asked for one sample. Run it against a pair and
-an aggregated server that are up (``servers.py``); the merge tests replay the files.
+an aggregated server that are up (``sglang_servers.py``); the merge tests replay the files.
 """
 
 from __future__ import annotations

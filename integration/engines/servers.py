@@ -1,61 +1,64 @@
-"""A real SGLang prefill/decode pair, and an aggregated server to compare with, as child processes.
-
-As a program: ``servers.py`` starts all three, prints their addresses and keeps them until Ctrl-C.
-"""
+"""Real engines as child processes: one server, and several that are started together."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BOOTSTRAP_PORT = 31598
-START_SECONDS = 180.0
+START_SECONDS = 240.0
 MODEL = "tiny"
 # Where setup.sh installed them.
 DIRECTORY = Path(os.environ.get("ENGINES_DIR") or Path(__file__).parents[2] / "run/engines").absolute()
-
-COMMON = (
-    *("--host", "127.0.0.1", "--served-model-name", MODEL),
-    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-    *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", "8192"),
-    *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"),
-)
-TRANSFER = ("--disaggregation-transfer-backend", "mooncake")
-ENVIRONMENT = {
-    "SGLANG_ON_CPU": "on",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_HOST_IP": "127.0.0.1",
-    "SGLANG_LOCAL_IP_NIC": "lo",
-    "HOST_IP": "127.0.0.1",
-    "MOONCAKE_PROTOCOL": "tcp",
-    "MC_TCP_BIND_ADDRESS": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+MODEL_DIRECTORY = DIRECTORY / "model"
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def installed() -> bool:
-    """Whether setup.sh has run to its end."""
-    return (DIRECTORY / "ready").exists()
+def installed(engine: str) -> bool:
+    """Whether setup.sh has installed that engine to its end."""
+    return (DIRECTORY / f"ready-{engine}").exists()
+
+
+def python(engine: str) -> Path:
+    """The interpreter of an engine's environment."""
+    return DIRECTORY / f"venv-{engine}/bin/python"
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on.
+
+    Below those that the kernel gives to connections: an engine takes it only after many seconds.
+    """
+    for port in random.sample(range(20000, 30000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no free port found")
 
 
 @dataclass(slots=True)
 class Server:
-    """One SGLang server. Ports must not be neighbours: it takes some beside its own."""
+    """One engine.
+
+    Attributes:
+        name: of its log.
+        command: starts it; it listens on ``port`` of 127.0.0.1.
+        probe: the path that answers 200 when it is ready.
+    """
 
     name: str
     port: int
-    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    probe: str
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -70,11 +73,10 @@ class Server:
 
     def start(self) -> None:
         """Start it; it takes about half a minute to be ready."""
-        command = [DIRECTORY / "venv/bin/python", "-m", "sglang.launch_server", "--model-path", DIRECTORY / "model"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "--port", str(self.port), *COMMON, *self.arguments],
-                env={**os.environ, **ENVIRONMENT},
+                self.command,
+                env={**os.environ, **ENVIRONMENT, **self.environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -84,12 +86,17 @@ class Server:
         """Wait until it answers; raises RuntimeError when it died or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/model_info", timeout=5):  # noqa: S310 - our own URL
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + self.probe, timeout=5):  # noqa: S310 - our own URL
                 return
-            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+            if not self.running or time.monotonic() > deadline:
                 lines = self.log.read_text(errors="replace").splitlines()
                 raise RuntimeError("\n".join([f"{self.name} did not start:", *lines[-10:]]))
             time.sleep(0.2)
+
+    @property
+    def running(self) -> bool:
+        """Whether its main process is there."""
+        return self._process is not None and self._process.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all its processes."""
@@ -105,53 +112,25 @@ class Server:
             self._process = None
 
 
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """The three servers."""
-
-    prefill: Server = field(
-        default_factory=lambda: Server(
-            "prefill",
-            31301,
-            ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT), *TRANSFER),
-        )
-    )
-    decode: Server = field(
-        default_factory=lambda: Server("decode", 31311, ("--disaggregation-mode", "decode", *TRANSFER))
-    )
-    aggregated: Server = field(default_factory=lambda: Server("aggregated", 31321))
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """All of them."""
-        return self.prefill, self.decode, self.aggregated
-
-
 @contextlib.contextmanager
-def running() -> Iterator[Engines]:
-    """The three servers, ready; stopped at the end."""
-    engines = Engines()
+def running(*servers: Server) -> Iterator[None]:
+    """Start servers and have them ready; stopped at the end."""
     try:
-        for server in engines.servers:
+        for server in servers:
             server.start()
-        for server in engines.servers:
+        for server in servers:
             server.wait_ready()
-        yield engines
+        yield
     finally:
-        for server in engines.servers:
+        for server in servers:
             server.stop()
 
 
-def main() -> None:
-    """Run the servers until interrupted or terminated."""
+def serve(*servers: Server) -> None:
+    """Run servers until interrupted or terminated, and print where they are."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    with running() as engines, contextlib.suppress(KeyboardInterrupt):
-        for server in engines.servers:
-            print(f"{server.name:10} {server.url}   log {server.log}")
-        print(f"bootstrap  port {BOOTSTRAP_PORT}", flush=True)
+    with running(*servers), contextlib.suppress(KeyboardInterrupt):
+        for server in servers:
+            print(f"{server.name:20} {server.url}   log {server.log}", flush=True)
         signal.pause()
-
-
-if __name__ == "__main__":
-    main()

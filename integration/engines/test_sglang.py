@@ -9,32 +9,29 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import pytest
+import rig
 import servers
+import sglang_servers
 from record import CASES as MERGED
 from record import CHAT, COMPLETION, COMPLETIONS, GREEDY, PAIR, USAGE, Body, generate
-from servers import BOOTSTRAP_PORT, Engines, Server
+from rig import READY_SECONDS, post, ready
+from servers import Server
 from sglang_answers import accumulated, without_run
+from sglang_servers import BOOTSTRAP_PORT, Engines
 
 from extproc.merge.sse import EventSplitter
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.skipif(not servers.installed(), reason="the engines are not installed: make integration-engines"),
+    pytest.mark.skipif(not servers.installed("sglang"), reason="not installed: make integration-engines"),
 ]
 LONG_CHAT: Body = {**CHAT, "max_tokens": 3000}
-READY_SECONDS = 60.0
 LOSS = "Lost connection with prefill instance"  # in a decode's log
 
 
@@ -44,69 +41,22 @@ LOSS = "Lost connection with prefill instance"  # in a decode's log
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
     """The pair and the aggregated server."""
-    with servers.running() as running:
-        yield running
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/readiness", timeout=5):  # noqa: S310 - our own URL
-            return
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    started = sglang_servers.engines()
+    with servers.running(*started.servers):
+        yield started
 
 
 @pytest.fixture(scope="module")
 def gateway(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The gateway's URL."""
-    directory = tmp_path_factory.mktemp("gateway")
-    port = free_port()
-    options = ["--host", "127.0.0.1", "--port", str(port), "--run-dir", str(directory)]
-    options += ["--envoy-admin-port", "0", "--prometheus-port", "0", "--drain-settle-secs", "0"]
-    options += [
-        "--health-check-interval-secs",
-        "2",
-        "--health-failure-threshold",
-        "1",
-        "--health-success-threshold",
-        "1",
-    ]
-    options += ["--prefill", engines.prefill.url, str(BOOTSTRAP_PORT), "--decode", engines.decode.url]
-    log = directory / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "extproc", "launch", "--pd-disaggregation", *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_ready(url, process, log)
+    workers = ("--prefill", engines.prefill.url, str(BOOTSTRAP_PORT), "--decode", engines.decode.url)
+    with rig.gateway(tmp_path_factory.mktemp("gateway"), *workers) as url:
         yield url
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0, log.read_text()
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield session
-
-
-async def post(client: aiohttp.ClientSession, base: str, path: str, body: Body) -> str:
-    async with client.post(base + path, json=body) as response:
-        text = await response.text()
-        assert response.status == 200, text
-        assert response.headers.get("Connection") != "close"
-        return text
+@pytest.fixture(autouse=True)
+async def _ready(client: aiohttp.ClientSession, gateway: str) -> None:
+    await ready(client, gateway)
 
 
 async def in_flight(client: aiohttp.ClientSession, server: Server) -> int:
@@ -347,7 +297,7 @@ async def test_a_prefill_killed_under_a_request(
     await noticed(engines.decode, losses + 1)
     engines.prefill.start()
     await asyncio.to_thread(engines.prefill.wait_ready)
-    await served_again(client, gateway)
+    await ready(client, gateway)
     assert json.loads(await post(client, gateway, "/v1/chat/completions", {**CHAT, "n": n}))["choices"]
 
 
@@ -359,15 +309,4 @@ async def noticed(decode: Server, losses: int) -> None:
     started = time.monotonic()
     while decode.log.read_text().count(LOSS) < losses:
         assert time.monotonic() - started < READY_SECONDS
-        await asyncio.sleep(0.1)
-
-
-async def served_again(client: aiohttp.ClientSession, gateway: str) -> None:
-    """Wait until the gateway has seen that the worker is back."""
-    started = time.monotonic()
-    while True:
-        async with client.get(f"{gateway}/readiness") as response:
-            if response.ok:
-                return
-            assert time.monotonic() - started < READY_SECONDS, await response.text()
         await asyncio.sleep(0.1)
