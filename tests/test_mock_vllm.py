@@ -381,9 +381,17 @@ async def test_an_unreachable_prefill(pair: Pair, path: str) -> None:
 async def test_an_unreachable_prefill_in_a_stream(pair: Pair) -> None:
     answer = await pair.second(UNREACHABLE, stream=True)
     assert answer.status == 200
-    assert answer.events == [FAILED, "[DONE]"]
+    assert answer.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert answer.events[1:] == [FAILED, "[DONE]"]
+    for path in (COMPLETIONS, GENERATE):
+        assert (await pair.second(UNREACHABLE, path, stream=True)).events == [FAILED, "[DONE]"]
     answer = await pair.second(UNREACHABLE, MESSAGES, stream=True)
-    assert answer.body.startswith(b"event: error\n")
+    assert [event["type"] for event in answer.events] == ["message_start", "error"]
+    given = "{'error': {'message': 'In...am': None, 'code': 500}}"
+    assert f"model\n  Field required [type=missing, input_value={given}," in answer.events[1]["error"]["message"]
+    answer = await pair.second(UNREACHABLE, RESPONSES, stream=True)
+    assert [event["type"] for event in answer.events] == ["response.created", "response.in_progress"]
+    assert not answer.complete
 
 
 async def test_an_unreachable_prefill_may_be_recomputed(pair: Pair) -> None:
@@ -397,6 +405,13 @@ async def test_another_engine_id_fails(pair: Pair) -> None:
     params = await pair.params()
     assert (await pair.second({**params, "remote_engine_id": "other"})).status == 500
     assert pair.prefill.pinned
+
+
+async def test_a_late_read_is_counted(pair: Pair) -> None:
+    params = await pair.params()
+    for _ in range(2):
+        await pair.second(params)
+    assert metric(await ask(pair.prefill, "/metrics"), "nixl_num_notifications_after_expiry_total") == 1
 
 
 async def test_another_request_id_reads_but_frees_nothing(pair: Pair) -> None:

@@ -88,7 +88,7 @@ class Api(ABC, Generic[AnySequence]):
 
     @abstractmethod
     def step(self, sequence: AnySequence) -> bytes:
-        """The events for a sequence that has grown by a token, ended or failed."""
+        """The events for a sequence that has grown by a token, ended or failed; InternalError breaks the stream off."""
 
     @abstractmethod
     def end(self, batch: Batch[AnySequence]) -> bytes:

@@ -110,11 +110,16 @@ class Runner(Generic[AnySequence]):
         pace = self._pace(exchange.fault)
         if api.prompt_head:
             await exchange.start(headers=api.stream_headers)
+            if opening := api.opening():
+                await exchange.chunk(opening)
         steps = self._engine.run(batch.sequences[0], pace) if batch.single else self._merged(batch, pace)
         if self._disconnect_delay and not exchange.started:
             steps = self._held(batch, steps)
         async for sequence in steps:
-            events = api.step(sequence)
+            try:
+                events = api.step(sequence)
+            except InternalError:
+                exchange.abandon()
             if not exchange.started:
                 await exchange.start(headers=api.stream_headers)
             if events:

@@ -11,9 +11,16 @@ from extproc.mock.engine import RequestError
 from extproc.mock.generation import Limits
 from extproc.mock.prompts import chat_prompt
 from extproc.mock.vllm import bodies, checks
-from extproc.mock.vllm.api import Api, Context, RefusedError
+from extproc.mock.vllm.api import Api, Context, RefusedError, error
 from extproc.mock.vllm.engine import Batch, Sequence
 
+_FIELD = (
+    "{name}\n  Field required [type=missing, input_value={{given}}, input_type=dict]\n"
+    "    For further information visit https://errors.pydantic.dev/2.14/v/missing"
+)
+_STUMBLE = "2 validation errors for ChatCompletionStreamResponse\n" + "\n".join(
+    _FIELD.format(name=name) for name in ("model", "choices")
+)
 _STOP_REASONS = {"length": "max_tokens"}
 
 
@@ -74,9 +81,12 @@ class MessagesApi(Api):
         """Where a sequence has failed with ``status``."""
         return Reply.json(status, _error("InternalServerError", message))
 
-    def failure(self, status: int, message: str) -> bytes:  # noqa: ARG002 - the event does not tell it
-        """The event for a failure in a stream."""
-        return named_event(_error("internal_error", message))
+    def failure(self, sequence: Sequence, status: int) -> bytes:
+        """The events for a failure in a stream: the engine trips over its own chat completion's error."""
+        given = str(error(sequence.message, "InternalServerError", status))
+        problem = _STUMBLE.format(given=f"{given[:25]}...{given[-24:]}")
+        begun = b"" if self._begun else self._opening(sequence)
+        return begun + named_event(_error("internal_error", problem))
 
     def grown(self, sequence: Sequence) -> bytes:
         """The events for a sequence that has grown by a token or ended."""

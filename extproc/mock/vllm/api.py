@@ -91,15 +91,16 @@ class Api(api.Api[Sequence]):
         if status is None:
             return self.grown(sequence)
         self.broken = True
-        return self.failure(status, sequence.message)
+        return self.failure(sequence, status)
 
     def grown(self, sequence: Sequence) -> bytes:
         """The events for a sequence that has grown by a token or ended."""
         raise NotImplementedError
 
-    def failure(self, status: int, message: str) -> bytes:
+    def failure(self, sequence: Sequence, status: int) -> bytes:
         """The events for a failure in a stream, whose status is 200 then; with spaces, as there."""
-        return b"data: " + json.dumps(error(message, "InternalServerError", status)).encode() + b"\n\n"
+        problem = json.dumps(error(sequence.message, "InternalServerError", status))
+        return b"data: " + problem.encode() + b"\n\n"
 
     def end(self, batch: Batch) -> bytes:
         """The events after the last step."""

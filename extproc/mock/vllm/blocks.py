@@ -132,13 +132,15 @@ class Pins:
         pin = self._held.get(key)
         return None if pin is None else pin.digest
 
-    def release(self, key: str) -> None:
-        """Free the blocks under a key, if there are any."""
+    def release(self, key: str) -> bool:
+        """Free the blocks under a key; False: there are none."""
         pin = self._held.pop(key, None)
-        if pin is not None:
-            pin.timer.cancel()
-            self._blocks.give(pin.blocks)
-            self._changed()
+        if pin is None:
+            return False
+        pin.timer.cancel()
+        self._blocks.give(pin.blocks)
+        self._changed()
+        return True
 
     def clear(self) -> None:
         """Free everything."""

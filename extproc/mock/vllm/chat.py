@@ -107,6 +107,10 @@ class ChatApi(OpenAiApi):
         last = {"system_fingerprint": FINGERPRINT} if over and not self.include_usage else {}
         return events + self.event(self._chunk([choice]), self._usage(sequence, sequence.written), **last)
 
+    def failure(self, sequence: Sequence, status: int) -> bytes:
+        """The events for a failure in a stream: it begins first."""
+        return (b"" if self._begun else self._opening(sequence)) + super().failure(sequence, status)
+
     def closing(self, batch: Batch) -> bytes:
         """The event that sums up."""
         if not self.include_usage:

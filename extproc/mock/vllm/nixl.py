@@ -35,6 +35,7 @@ class Nixl(Connector):
         self._freeing: set[asyncio.Task[None]] = set()
         self._read = 0
         self._failed = 0
+        self._late = 0
 
     async def start(self, host: str, port: int) -> None:
         """Listen for decodes."""
@@ -80,7 +81,9 @@ class Nixl(Connector):
             Metric("nixl_bytes_transferred", "histogram", self._read, suffix="_count"),
             Metric("nixl_bytes_transferred", "histogram", self._read * _BYTES, suffix="_sum"),
             Metric("nixl_num_failed_transfers_total", "counter", self._failed),
+            Metric("nixl_num_failed_notifications_total", "counter", 0),
             Metric("nixl_num_kv_expired_reqs_total", "counter", self._engine.pins.expired),
+            Metric("nixl_num_notifications_after_expiry_total", "counter", self._late),
         ]
 
     def release_remote(self, params: dict[str, Any]) -> None:
@@ -132,5 +135,6 @@ class Nixl(Connector):
             peer.send(f"fail {number} engine id mismatch")
             return
         content = self._engine.blocks.content(int(block[0])) if word == "pull" else 0
-        self._engine.pins.release(request)
+        if not self._engine.pins.release(request):
+            self._late += 1
         peer.send(f"kv {number} {content}")

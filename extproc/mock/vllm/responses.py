@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from extproc.mock.api import Reply, named_event
+from extproc.mock.engine import InternalError
 from extproc.mock.generation import Limits, Prompt
 from extproc.mock.prompts import content_text, stops
 from extproc.mock.vllm import bodies, checks
@@ -63,7 +64,6 @@ class ResponsesApi(Api):
         self._item_id = f"msg_{new_id()}"
         self._number = 0
         self._told = 0
-        self._opened = False
         self._item_open = False
 
     @property
@@ -100,7 +100,7 @@ class ResponsesApi(Api):
 
     def grown(self, sequence: Sequence) -> bytes:
         """The events for a sequence that has grown by a token or ended."""
-        events = self._opening()
+        events = b""
         piece = "".join(sequence.text.pieces[self._told : sequence.written])
         self._told = sequence.written
         if not piece:
@@ -111,14 +111,12 @@ class ResponsesApi(Api):
             events += self._event("content_part.added", **self._place, part={**_text_part(""), "logprobs": []})
         return events + self._event("output_text.delta", **self._place, delta=piece, logprobs=[])
 
-    def failure(self, status: int, message: str) -> bytes:
-        """The events for a failure in a stream."""
-        return self._opening() + super().failure(status, message)
+    def failure(self, sequence: Sequence, status: int) -> bytes:  # noqa: ARG002 - it trips over its own error event
+        """A failure in a stream breaks it off: the error is no event of this API, and the engine checks that."""
+        raise InternalError(sequence.message)
 
     def end(self, batch: Batch) -> bytes:
         """The events after the last step; there is no ``[DONE]``."""
-        if self.broken:
-            return b""
         sequence = batch.sequences[0]
         events = b""
         if self._item_open:
@@ -139,10 +137,8 @@ class ResponsesApi(Api):
     def _place(self) -> dict[str, Any]:
         return {"content_index": 0, "item_id": self._item_id, "output_index": 0}
 
-    def _opening(self) -> bytes:
-        if self._opened:
-            return b""
-        self._opened = True
+    def opening(self) -> bytes:
+        """The events that do not wait for the first token."""
         return b"".join(
             self._event(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")
         )
