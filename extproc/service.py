@@ -87,7 +87,9 @@ class Service:
         self._client = WorkerClient(tls)
         self._ads = AdsServer(settings.ads_address)
         self.registry = Registry(self._ads.publish, drain_limit=settings.request_timeout_secs)
-        self._monitor = Monitor(self.registry, self._client, settings=_health(settings))
+        self._monitor = Monitor(
+            self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
+        )
         self._control = ControlApi(
             self.registry,
             self._client,

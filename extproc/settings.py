@@ -144,6 +144,8 @@ class Settings(BaseModel):
         Group.WORKERS, "Mooncake: engine id; one for each --prefill, in order", "ID", "asked for")] = ()
     mooncake_dispatch: Annotated[MooncakeDispatch, Option(
         Group.WORKERS, "concurrent, or sequential for old engines", "NAME")] = MooncakeDispatch.CONCURRENT
+    token_reuse: Annotated[bool, Option(
+        Group.WORKERS, "vLLM: decode takes the prefill's token ids, where it can")] = True
     worker_ca_file: Annotated[File | None, Option(
         Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
 

@@ -114,7 +114,8 @@ async def eventually(condition: Callable[[], object], within: float = LONG) -> N
 class Engine:
     """A server with the control paths of an SGLang worker; what it answers can be changed at any time.
 
-    ``owner`` "vllm" makes it a vLLM worker. Its bootstrap server listens on a port of its own.
+    ``owner`` "vllm" makes it a vLLM worker: 0.32, unless it ``knows_token_ids`` not. Its bootstrap server listens on a
+    port of its own.
     """
 
     mode: str | None = "prefill"
@@ -122,6 +123,8 @@ class Engine:
     owner: str = "sglang"
     bootstrap_port: int | None = 0  # None: it says nothing of one
     engine_ids: dict[str, str] = field(default_factory=dict)  # by rank, as the bootstrap server of Mooncake has them
+    knows_token_ids: bool = True  # that a chat's kv_transfer_params may hold them
+    hang_posts: bool = False
     health: int = 200
     model_listing: int = 200
     server_info_path: str = "/server_info"
@@ -130,6 +133,7 @@ class Engine:
     host: str = "0.0.0.0"
     port: int = 0
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    posts: list[tuple[str, Any]] = field(default_factory=list)  # path and body
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
     _bootstrap: web.AppRunner | None = None
@@ -147,6 +151,7 @@ class Engine:
         """Serve; at the same port as before after a :meth:`stop`."""
         app = web.Application()
         app.router.add_get("/{path:.*}", self._answer)
+        app.router.add_post("/{path:.*}", self._take)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
@@ -202,6 +207,22 @@ class Engine:
             return web.json_response({"is_generation": True, "model_type": "llama", "architectures": ["Llama"]})
         return web.Response(status=404)
 
+    async def _take(self, request: web.Request) -> web.Response:
+        """A chat that holds no token ids at all, as an engine that knows them or not answers it."""
+        body = await request.json()
+        self.requests.append((request.path, {name.lower(): value for name, value in request.headers.items()}))
+        self.posts.append((request.path, body))
+        if self.hang_posts:
+            await asyncio.Event().wait()
+        if self.owner != "vllm" or request.path != "/v1/chat/completions":
+            return web.Response(status=404)
+        if body["model"] not in self.models:
+            return _refusal(f"The model `{body['model']}` does not exist.", "model", 404)
+        if self.knows_token_ids and body["kv_transfer_params"]["prompt_token_ids"] == []:
+            ids = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
+            return _refusal(ids, "kv_transfer_params.prompt_token_ids")
+        return web.json_response({"object": "chat.completion", "choices": []})
+
     def _server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"version": "0.5.23", "tp_size": 1, **self.extra_info}
         if self.mode is not None:
@@ -209,6 +230,12 @@ class Engine:
         if self.bootstrap_port is not None:
             info["disaggregation_bootstrap_port"] = self.bootstrap_port
         return info
+
+
+def _refusal(message: str, param: str, status: int = 400) -> web.Response:
+    """An error as vLLM shows it."""
+    error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
+    return web.json_response({"error": error}, status=status)
 
 
 @asynccontextmanager
@@ -225,14 +252,19 @@ async def engine(**settings: Any) -> AsyncIterator[Engine]:
 class Fleet:
     """A registry, its monitor and a name server."""
 
-    def __init__(self, settings: HealthSettings, pace: Pace = PACE) -> None:
+    def __init__(self, settings: HealthSettings, pace: Pace = PACE, *, token_reuse: bool = True) -> None:
         self.names: dict[str, Sequence[str]] = {}
         self.looked_up = 0
         self.envoy = FakeEnvoy()
         self.registry = Registry(self.envoy.publish, drain_poll=0.001)
         self.client = WorkerClient()
         self.monitor = Monitor(
-            self.registry, self.client, settings=settings, resolver=Resolver(self._lookup), pace=pace
+            self.registry,
+            self.client,
+            settings=settings,
+            resolver=Resolver(self._lookup),
+            pace=pace,
+            token_reuse=token_reuse,
         )
 
     async def _lookup(self, host: str, _port: int) -> Sequence[str]:
@@ -250,9 +282,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(settings: HealthSettings = SLOW, pace: Pace = PACE) -> AsyncIterator[Fleet]:
+async def fleet(
+    settings: HealthSettings = SLOW, pace: Pace = PACE, *, token_reuse: bool = True
+) -> AsyncIterator[Fleet]:
     """A running :class:`Fleet`; afterwards nothing of it may be left."""
-    made = Fleet(settings, pace)
+    made = Fleet(settings, pace, token_reuse=token_reuse)
     made.monitor.start()
     try:
         yield made

@@ -127,6 +127,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "prefill_kv_connector": ("NixlConnector", "NixlConnector", "NixlConnector"),
     "decode_kv_connector": ("NixlPullConnector", "NixlPullConnector", "NixlConnector"),
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
+    "token_reuse": ("false", "false", False),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),

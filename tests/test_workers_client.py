@@ -59,6 +59,25 @@ async def test_what_is_asked(client: WorkerClient) -> None:
         assert "authorization" not in server.requests[1][1]
 
 
+async def test_what_is_posted(client: WorkerClient) -> None:
+    async with engine() as server:
+        named = worker(f"http://engine:{server.port}", api_key="k", endpoint=f"127.0.0.1:{server.port}")
+        answer = await client.post(named, "/x", {"a": [1]}, within=LONG, headers={"x-data-parallel-rank": "1"})
+        assert answer.status == 404
+        assert server.posts == [("/x", {"a": [1]})]
+        _, headers = server.requests[0]
+        assert headers["host"] == f"engine:{server.port}"
+        assert headers["authorization"] == "Bearer k"
+        assert headers["content-type"] == "application/json"
+        assert headers["x-data-parallel-rank"] == "1"
+
+
+async def test_a_post_that_fails_says_so(client: WorkerClient) -> None:
+    async with engine(hang_posts=True) as server:
+        with pytest.raises(NoAnswerError, match=r"POST /x: no answer within 0\.02 s"):
+            await client.post(worker(server.url), "/x", {}, within=0.02, ip="127.0.0.1")
+
+
 async def test_a_worker_without_an_address(client: WorkerClient) -> None:
     with pytest.raises(UnreachableError, match="has no address"):
         await client.get(worker("http://engine:1"), "/health", within=LONG)

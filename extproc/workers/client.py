@@ -6,12 +6,14 @@ import asyncio
 import errno
 import os
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from extproc.workers.worker import Worker
@@ -66,11 +68,24 @@ class WorkerClient:
 
         ``ip`` None asks where Envoy sends the worker's requests. Redirects are not followed. Raises NoAnswerError.
         """
-        headers = {"host": worker.url.authority}
-        if worker.api_key:
-            headers["authorization"] = f"Bearer {worker.api_key}"
-        url = URL.build(scheme=worker.url.scheme, host=ip or _ip_of(worker), port=worker.url.port)
-        return await self._get(url, path, headers, within, worker.url.host if worker.url.scheme == "https" else None)
+        return await self._ask_worker(worker, "GET", path, {}, None, within, ip)
+
+    async def post(
+        self,
+        worker: Worker,
+        path: str,
+        body: object,
+        *,
+        within: float,
+        ip: str | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Answer:
+        """``POST path`` with ``body`` as JSON, and ``headers`` besides those that every question has.
+
+        Else as :meth:`get`.
+        """
+        own = {**headers, "content-type": "application/json"}
+        return await self._ask_worker(worker, "POST", path, own, orjson.dumps(body), within, ip)
 
     async def get_beside(self, worker: Worker, port: int, path: str, *, within: float, ip: str | None = None) -> Answer:
         """``GET path`` of another server on the worker's host: plain HTTP, and not shown the worker's key.
@@ -78,7 +93,8 @@ class WorkerClient:
         Else as :meth:`get`.
         """
         headers = {"host": f"{worker.url.bracketed_host}:{port}"}
-        return await self._get(URL.build(scheme="http", host=ip or _ip_of(worker), port=port), path, headers, within)
+        base = URL.build(scheme="http", host=ip or _ip_of(worker), port=port)
+        return await self._ask("GET", base, path, headers, None, within)
 
     async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
         """Whether anything listens on another port of the worker's host; raises UnreachableError when nothing does."""
@@ -93,29 +109,55 @@ class WorkerClient:
         with suppress(OSError):
             await writer.wait_closed()
 
-    async def _get(
-        self, base: URL, path: str, headers: dict[str, str], within: float, tls_name: str | None = None
+    async def _ask_worker(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes | None,
+        within: float,
+        ip: str | None,
+    ) -> Answer:
+        own = {"host": worker.url.authority}
+        if worker.api_key:
+            own["authorization"] = f"Bearer {worker.api_key}"
+        base = URL.build(scheme=worker.url.scheme, host=ip or _ip_of(worker), port=worker.url.port)
+        tls_name = worker.url.host if worker.url.scheme == "https" else None
+        return await self._ask(method, base, path, headers | own, body, within, tls_name)
+
+    async def _ask(
+        self,
+        method: str,
+        base: URL,
+        path: str,
+        headers: dict[str, str],
+        body: bytes | None,
+        within: float,
+        tls_name: str | None = None,
     ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=within, sock_connect=self._connect_limit)
         try:
-            async with self._open().get(
+            async with self._open().request(
+                method,
                 base.join(URL(path, encoded=True)),
                 headers={**headers, "accept": "*/*"},
+                data=body,
                 allow_redirects=False,
                 timeout=timeout,
                 ssl=(self._tls or True) if tls_name else True,
                 server_hostname=tls_name,
             ) as response:
-                body = await _read(response)
-                return Answer(response.status, response.headers.get("content-type", ""), body)
+                content_type = response.headers.get("content-type", "")
+                return Answer(response.status, content_type, await _read(response))
         except aiohttp.ConnectionTimeoutError:
-            raise UnreachableError(f"GET {path}: no connection within {self._connect_limit:g} s") from None
+            raise UnreachableError(f"{method} {path}: no connection within {self._connect_limit:g} s") from None
         except TimeoutError:
-            raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
+            raise NoAnswerError(f"{method} {path}: no answer within {within:g} s") from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            raise UnreachableError(f"GET {path}: {_cause(error)}") from None
+            raise UnreachableError(f"{method} {path}: {_cause(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise NoAnswerError(f"GET {path}: {_cause(error)}") from None
+            raise NoAnswerError(f"{method} {path}: {_cause(error)}") from None
 
     async def close(self) -> None:
         """Close every connection."""

@@ -14,7 +14,10 @@ from extproc.workers.worker import Status, Worker
 
 
 class Monitor:
-    """Watches every worker of ``registry``, those registered later too, from :meth:`start` to :meth:`stop`."""
+    """Watches every worker of ``registry``, those registered later too, from :meth:`start` to :meth:`stop`.
+
+    ``token_reuse``: find out which decode workers take token ids; see :mod:`extproc.workers.token_ids`.
+    """
 
     def __init__(
         self,
@@ -24,12 +27,14 @@ class Monitor:
         settings: HealthSettings | None = None,
         resolver: Resolver | None = None,
         pace: Pace | None = None,
+        token_reuse: bool = True,
     ) -> None:
         self._registry = registry
         self._client = client
         self._settings = settings or HealthSettings()
         self._resolver = resolver or Resolver()
         self._pace = pace or Pace()
+        self._token_reuse = token_reuse
         self._gate = asyncio.Semaphore(self._pace.concurrency)
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -80,7 +85,16 @@ class Monitor:
         if worker.status is Status.DRAINING:
             return
         settings = self._settings.overridden(self._registry.spec(worker).health)
-        watch = Watch(worker, self._registry, self._client, self._resolver, settings, self._pace, self._gate)
+        watch = Watch(
+            worker,
+            self._registry,
+            self._client,
+            self._resolver,
+            settings,
+            self._pace,
+            self._gate,
+            token_reuse=self._token_reuse,
+        )
         self._watches[worker.id] = watch
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(watch.run(), name=f"watch-{worker.id}")
 

@@ -68,6 +68,7 @@ class Metadata:
     runtime: str | None = None
     disaggregation_mode: str | None = None
     bootstrap_port: int | None = None
+    takes_token_ids: bool = False  # see Worker
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:

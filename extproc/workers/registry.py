@@ -217,6 +217,7 @@ class Registry:
         spec = record.spec
         worker.labels = {**found.labels, **spec.labels}
         worker.runtime = spec.runtime or found.runtime or worker.runtime
+        worker.takes_token_ids = found.takes_token_ids
         if not spec.cards:
             worker.cards = found.cards
             worker.model_ids = found.model_ids

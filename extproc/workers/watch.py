@@ -8,8 +8,9 @@ import math
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 
-from extproc.workers import bootstrap
+from extproc.workers import bootstrap, token_ids
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
@@ -34,6 +35,8 @@ class Watch:
         settings: HealthSettings,
         pace: Pace,
         gate: asyncio.Semaphore,
+        *,
+        token_reuse: bool,
     ) -> None:
         self._worker = worker
         self._spec = registry.spec(worker)
@@ -43,6 +46,7 @@ class Watch:
         self._settings = settings
         self._pace = pace
         self._gate = gate
+        self._token_reuse = token_reuse
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
         # Where it is.
@@ -173,12 +177,20 @@ class Watch:
             self._identity_trouble = f"cannot learn what it serves: {error}"
             return
         check_kind(self._worker.role, self._spec.kv.connector, found)
+        found = await self._with_token_reuse(found)
         self._identified = True
         self._settled = False
         self._identified_at = time.monotonic()
         self._identity_tries = 0
         self._registry.describe(self._worker, found)
         self._identity_trouble = self._contradiction(found)
+
+    async def _with_token_reuse(self, found: Metadata) -> Metadata:
+        asked = self._token_reuse and self._worker.role is Role.DECODE and found.runtime == "vllm"
+        models = self._spec.model_ids or found.model_ids
+        if not (asked and models and await token_ids.takes_token_ids(self._post, models[0])):
+            return found
+        return replace(found, takes_token_ids=True, labels={**found.labels, token_ids.LABEL: "true"})
 
     async def _look_at_bootstrap(self) -> None:
         """Before requests come: a decode that is told a former engine id does not get the cache."""
@@ -209,6 +221,11 @@ class Watch:
         if self._ip is None:
             raise UnreachableError("address not known")
         return await self._client.get(self._worker, path, within=self._settings.timeout, ip=self._ip)
+
+    async def _post(self, path: str, body: object) -> Answer:
+        if self._ip is None:
+            raise UnreachableError("address not known")
+        return await self._client.post(self._worker, path, body, within=self._settings.timeout, ip=self._ip)
 
     def _pause(self) -> float:
         """Seconds until the next look."""

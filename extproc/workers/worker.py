@@ -149,6 +149,9 @@ class Worker:
     kv_connector: str = ""
     kv_role: str = ""
     kv_engines: tuple[KvEngine, ...] = ()
+    # vLLM decode: a chat's ``kv_transfer_params.prompt_token_ids`` stand for its prompt: no chat template is applied,
+    # nothing is tokenised again. Found out by asking (:mod:`extproc.workers.token_ids`).
+    takes_token_ids: bool = False
     status: Status = Status.PENDING
     # "ip:port" under which Envoy knows the worker, IPv6 in brackets; None until the host name is resolved and Envoy
     # has acknowledged an endpoint list that contains it.
