@@ -27,7 +27,7 @@ lint: $(READY)  ## ruff and mypy
 integration: $(READY)  ## only the tests against a real Envoy
 	$(BIN)/pytest -m "not engines" $(PYTEST_FLAGS) integration
 
-integration-engines: $(READY)  ## real SGLang on the CPU: installs it first (4 GB), then compares answers through Envoy
+integration-engines: $(READY)  ## real SGLang and vLLM on the CPU: installs them first (6 GB), then compares answers through Envoy
 	integration/engines/run
 
 bench: $(READY)  ## CPU per request of Envoy and the sidecar, beside a plain proxy and the peer gateway
