@@ -125,6 +125,8 @@ class Engine:
     engine_ids: dict[str, str] = field(default_factory=dict)  # by rank, as the bootstrap server of Mooncake has them
     knows_token_ids: bool = True  # that a chat's kv_transfer_params may hold them
     hang_posts: bool = False
+    refusal: int = 400  # of a completion that asks for too little
+    starts: int = 0  # its workers listen at another address after each
     health: int = 200
     model_listing: int = 200
     server_info_path: str = "/server_info"
@@ -149,6 +151,7 @@ class Engine:
 
     async def start(self) -> None:
         """Serve; at the same port as before after a :meth:`stop`."""
+        self.starts += 1
         app = web.Application()
         app.router.add_get("/{path:.*}", self._answer)
         app.router.add_post("/{path:.*}", self._take)
@@ -183,7 +186,8 @@ class Engine:
 
     async def _query(self, request: web.Request) -> web.Response:
         self.requests.append((request.path, {name.lower(): value for name, value in request.headers.items()}))
-        entries = {rank: {"engine_id": name, "worker_addr": {}} for rank, name in self.engine_ids.items()}
+        address = {"0": {"0": f"tcp://127.0.0.1:{40000 + self.starts}"}}
+        entries = {rank: {"engine_id": name, "worker_addr": address} for rank, name in self.engine_ids.items()}
         return web.json_response(entries)
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -208,12 +212,14 @@ class Engine:
         return web.Response(status=404)
 
     async def _take(self, request: web.Request) -> web.Response:
-        """A chat that holds no token ids at all, as an engine that knows them or not answers it."""
+        """A chat that holds no token ids at all, as an engine that knows them or not answers it; bad completions."""
         body = await request.json()
         self.requests.append((request.path, {name.lower(): value for name, value in request.headers.items()}))
         self.posts.append((request.path, body))
         if self.hang_posts:
             await asyncio.Event().wait()
+        if self.owner == "vllm" and request.path == "/v1/completions" and body["max_tokens"] < 1:
+            return _refusal(f"max_tokens must be at least 1, got {body['max_tokens']}.", "max_tokens", self.refusal)
         if self.owner != "vllm" or request.path != "/v1/chat/completions":
             return web.Response(status=404)
         if body["model"] not in self.models:

@@ -8,8 +8,8 @@ import orjson
 import pytest
 
 from extproc.workers.kv_config import KvConfig, KvConfigError, kv_config
-from extproc.workers.kv_engines import QueryError, agree, of_answer, of_registration, shown_id
-from extproc.workers.worker import KvEngine, Role
+from extproc.workers.kv_engines import QueryError, agree, bootstrap_address, of_answer, of_registration, shown_id
+from extproc.workers.worker import KvEngine, Role, Worker, WorkerUrl
 
 
 def multi(*children: Any, **more: Any) -> dict[str, Any]:
@@ -111,8 +111,26 @@ def test_ids_of_a_registration(labels: dict[str, str], expected: list[tuple[int,
 
 def test_ids_of_an_answer_are_in_order_of_the_ranks() -> None:
     body = {"10": {"engine_id": "k", "worker_addr": {}}, "2": {"engine_id": "b"}}
-    assert of_answer(orjson.dumps(body)) == (KvEngine(2, "b"), KvEngine(10, "k"))
-    assert of_answer(b"{}") == ()
+    assert of_answer(orjson.dumps(body)).engines == (KvEngine(2, "b"), KvEngine(10, "k"))
+    assert of_answer(b"{}") == ((), {})
+
+
+def test_addresses_of_an_answer_are_by_engine() -> None:
+    body = {"0": {"engine_id": "e", "worker_addr": {"0": {"0": "tcp://h:1"}}}}
+    assert of_answer(orjson.dumps(body)).addresses == {"e": {"0": {"0": "tcp://h:1"}}}
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "expected"),
+    [
+        ("http://h:1", 7, "http://h:7"),
+        ("https://h:1", None, "http://h:8998"),
+        ("http://[::1]:1", 7, "http://[::1]:7"),
+    ],
+)
+def test_what_a_decode_is_told_of_a_bootstrap_server(url: str, port: int | None, expected: str) -> None:
+    prefill = Worker("id", WorkerUrl.parse(url), Role.PREFILL, bootstrap_port=port)
+    assert bootstrap_address(prefill) == expected
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"x":{"engine_id":"e"}}', b'{"0":"e"}', b'{"0":{"engine_id":""}}'])

@@ -29,7 +29,8 @@ from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.handoff import vllm
 from extproc.handoff.handoff import Alone, Handed, Kv, Plan
-from extproc.workers.worker import MOONCAKE_BOOTSTRAP_PORT, Role, Worker
+from extproc.workers.kv_engines import bootstrap_address
+from extproc.workers.worker import Role, Worker
 
 _RANK_HEADER: Final = b"x-data-parallel-rank"
 _ASK: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}'
@@ -68,7 +69,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
                 "do_remote_decode": False,
                 "do_remote_prefill": True,
                 "remote_engine_id": engine.id,
-                "remote_bootstrap_addr": _bootstrap_address(prefill),
+                "remote_bootstrap_addr": bootstrap_address(prefill),
                 "transfer_id": transfer,
             }
         )
@@ -111,7 +112,3 @@ def _cached_tokens(answer: bytes) -> int | None:
         if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
             return int(details["cached_tokens"])
     return None
-
-
-def _bootstrap_address(prefill: Worker) -> str:
-    return f"http://{prefill.url.bracketed_host}:{prefill.bootstrap_port or MOONCAKE_BOOTSTRAP_PORT}"

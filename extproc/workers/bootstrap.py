@@ -6,6 +6,8 @@ answer, requests fail or are computed twice, though both workers are healthy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from extproc.workers.client import NoAnswerError, UnreachableError, WorkerClient
@@ -22,11 +24,18 @@ class Bootstrap(NamedTuple):
         engines: the engine cores that a decode must be told of.
         trouble: what is wrong, for people; empty when all is well.
         settled: looking again soon would not show anything else.
+        addresses: where the engine cores listen; see :class:`extproc.workers.kv_engines.Told`.
     """
 
     engines: tuple[KvEngine, ...] = ()
     trouble: str = ""
     settled: bool = True
+    addresses: Mapping[str, object] = MappingProxyType({})
+
+
+def is_mooncake(worker: Worker) -> bool:
+    """Whether the bootstrap server of ``worker`` is Mooncake's."""
+    return worker.role is Role.PREFILL and worker.runtime == "vllm" and worker.kv_connector == MOONCAKE
 
 
 async def look(client: WorkerClient, worker: Worker, engine_id: str, *, ip: str, within: float) -> Bootstrap:
@@ -41,10 +50,10 @@ async def look(client: WorkerClient, worker: Worker, engine_id: str, *, ip: str,
     """
     if worker.role is not Role.PREFILL:
         return Bootstrap()
+    if is_mooncake(worker):
+        return await _mooncake(client, worker, engine_id, ip, within)
     if worker.runtime == "vllm":
-        return (
-            await _mooncake(client, worker, engine_id, ip, within) if worker.kv_connector == MOONCAKE else Bootstrap()
-        )
+        return Bootstrap()
     port = worker.bootstrap_port
     if port is None:
         return Bootstrap()
@@ -63,7 +72,7 @@ async def _mooncake(client: WorkerClient, worker: Worker, engine_id: str, ip: st
         answer = await client.get_beside(worker, port, QUERY, within=within, ip=ip)
         if not answer.ok:
             raise NoAnswerError(f"GET {QUERY}: HTTP {answer.status}")
-        asked = of_answer(answer.body)
+        asked, addresses = of_answer(answer.body)
     except NoAnswerError as error:
         return Bootstrap(registered, _silent(worker, port, error) + lacking, settled=False)
     except QueryError as error:
@@ -73,10 +82,9 @@ async def _mooncake(client: WorkerClient, worker: Worker, engine_id: str, ip: st
         trouble = f"bootstrap port {_name(worker, port)} knows no engine yet"
         return Bootstrap(registered, trouble + lacking, settled=False)
     if not registered or agree(engine_id, registered, asked):
-        return Bootstrap(asked)
-    return Bootstrap(
-        registered, f"registered with engine id {shown_id(registered)}, but the server says {shown_id(asked)}"
-    )
+        return Bootstrap(asked, addresses=addresses)
+    trouble = f"registered with engine id {shown_id(registered)}, but the server says {shown_id(asked)}"
+    return Bootstrap(registered, trouble, addresses=addresses)
 
 
 def _silent(worker: Worker, port: int, why: Exception) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from extproc.workers.client import WorkerClient
 from extproc.workers.health_state import HealthSettings, Pace
+from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Change, Registry
 from extproc.workers.resolver import Resolver
 from extproc.workers.watch import Watch
@@ -35,6 +36,7 @@ class Monitor:
         self._resolver = resolver or Resolver()
         self._pace = pace or Pace()
         self._token_reuse = token_reuse
+        self._refresh = MooncakeRefresh(registry, client)
         self._gate = asyncio.Semaphore(self._pace.concurrency)
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -93,6 +95,7 @@ class Monitor:
             settings,
             self._pace,
             self._gate,
+            self._refresh,
             token_reuse=self._token_reuse,
         )
         self._watches[worker.id] = watch

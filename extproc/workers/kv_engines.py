@@ -9,11 +9,11 @@ mooncake/mooncake_utils.py``). Unless it is configured, vLLM makes the id anew a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import orjson
 
-from extproc.workers.worker import KvEngine
+from extproc.workers.worker import MOONCAKE_BOOTSTRAP_PORT, KvEngine, Worker
 
 QUERY: Final = "/query"
 
@@ -22,19 +22,42 @@ class QueryError(ValueError):
     """The answer to ``/query`` cannot be understood; the message says why."""
 
 
+class Told(NamedTuple):
+    """An answer to ``/query``.
+
+    Attributes:
+        engines: the engine cores in order of their ranks.
+        addresses: where the workers of each listen, by engine id: ``{tp_rank: {pp_rank: address}}``, unread. They are
+            others after every start.
+    """
+
+    engines: tuple[KvEngine, ...]
+    addresses: Mapping[str, object]
+
+
+def bootstrap_address(prefill: Worker) -> str:
+    """What a decode must be told of a Mooncake prefill's bootstrap server: ``http://host:port``."""
+    return f"http://{prefill.url.bracketed_host}:{prefill.bootstrap_port or MOONCAKE_BOOTSTRAP_PORT}"
+
+
+def dp_size(labels: Mapping[str, str]) -> int:
+    """How many engine cores a worker with these labels has: its label ``dp_size``, else 1."""
+    size = labels.get("dp_size", "")
+    return max(1, int(size)) if size.isascii() and size.isdigit() and len(size) < 5 else 1
+
+
 def of_registration(engine_id: str, labels: Mapping[str, str]) -> tuple[KvEngine, ...]:
     """The engine cores of a worker registered with ``engine_id``; their number is its label ``dp_size``."""
     if not engine_id:
         return ()
-    size = labels.get("dp_size", "")
-    ranks = int(size) if size.isascii() and size.isdigit() and len(size) < 5 else 1
-    if ranks <= 1:
+    ranks = dp_size(labels)
+    if ranks == 1:
         return (KvEngine(0, engine_id),)
     return tuple(KvEngine(rank, _of_rank(engine_id, rank)) for rank in range(ranks))
 
 
-def of_answer(body: bytes) -> tuple[KvEngine, ...]:
-    """The engine cores that an answer to ``/query`` names, in order of their ranks. Raises QueryError."""
+def of_answer(body: bytes) -> Told:
+    """What an answer to ``/query`` says. Raises QueryError."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -42,12 +65,14 @@ def of_answer(body: bytes) -> tuple[KvEngine, ...]:
     if not isinstance(value, dict):
         raise QueryError("not a JSON object")
     found = []
+    addresses: dict[str, object] = {}
     for rank, entry in value.items():
         engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
         if not (rank.isascii() and rank.isdigit() and isinstance(engine_id, str) and engine_id):
             raise QueryError("not of the form {rank: {engine_id}}")
         found.append(KvEngine(int(rank), engine_id))
-    return tuple(sorted(found))
+        addresses[engine_id] = entry.get("worker_addr")
+    return Told(tuple(sorted(found)), addresses)
 
 
 def agree(engine_id: str, registered: tuple[KvEngine, ...], asked: tuple[KvEngine, ...]) -> bool:

@@ -15,6 +15,7 @@ from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
 from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
+from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.worker import Role, Status, Worker
@@ -35,6 +36,7 @@ class Watch:
         settings: HealthSettings,
         pace: Pace,
         gate: asyncio.Semaphore,
+        refresh: MooncakeRefresh,
         *,
         token_reuse: bool,
     ) -> None:
@@ -46,6 +48,7 @@ class Watch:
         self._settings = settings
         self._pace = pace
         self._gate = gate
+        self._refresh = refresh
         self._token_reuse = token_reuse
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
@@ -66,6 +69,7 @@ class Watch:
         self._identity_trouble = ""
         self._identity_tries = 0
         self._settled = False  # there is nothing more to learn from its bootstrap server
+        self._bootstrap_at = -math.inf
         self._bootstrap_trouble = ""
         self._warned = ""
 
@@ -145,8 +149,9 @@ class Watch:
             self._refused = False
             if not self._identified:
                 await self._identify()
-            if not self._settled:
+            if not self._settled or self._may_have_restarted():
                 await self._look_at_bootstrap()
+            await self._refresh.settle(self._worker, self._ip)
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
             self._forget()  # it may come back as another
@@ -192,15 +197,24 @@ class Watch:
             return found
         return replace(found, takes_token_ids=True, labels={**found.labels, token_ids.LABEL: "true"})
 
+    def _may_have_restarted(self) -> bool:
+        """Unseen, between two probes. Only Mooncake's decode workers hang on it; others fail, which is reported."""
+        return bootstrap.is_mooncake(self._worker) and time.monotonic() - self._bootstrap_at >= self._pace.doubt
+
     async def _look_at_bootstrap(self) -> None:
         """Before requests come: a decode that is told a former engine id does not get the cache."""
         self._identity_tries += 1
+        self._bootstrap_at = time.monotonic()
         found = await bootstrap.look(
             self._client, self._worker, self._spec.kv.engine_id, ip=self._ip or "", within=self._settings.timeout
         )
+        if self._settled and not found.settled:  # what is known holds until asking again has failed too
+            self._settled = False
+            return
         self._settled, self._bootstrap_trouble = found.settled, found.trouble
         if self._identified and self._settled:
             self._identity_tries = 0
+        await self._refresh.found(self._worker, found.addresses)
         self._registry.set_engines(self._worker, found.engines)
 
     def _warn(self, trouble: str) -> None:
