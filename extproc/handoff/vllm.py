@@ -117,10 +117,11 @@ def _dropped(body: JsonObject, *, trust_client: bool) -> frozenset[str]:
     return frozenset({_PARAMS}) if trust_client else CONTROL_FIELDS
 
 
-def returned_params(answer: bytes) -> bytes:
+def returned_params(answer: bytes, *, needed: bool) -> bytes:
     """The raw ``kv_transfer_params`` of a prefill's answer; empty where there are none, or none that a decode survives.
 
-    A decode that is told to fetch a cache, but not all it needs for that, dies or waits for ever.
+    A decode that is told to fetch a cache, but not all it needs for that, dies or waits for ever. ``needed``: without
+    being told that, the decode fetches nothing, so what does not say it is as good as none.
     """
     try:
         found = JsonObject(answer).raw_value(_PARAMS)
@@ -130,9 +131,9 @@ def returned_params(answer: bytes) -> bytes:
         fetches = params.get("do_remote_prefill")
     except GatewayError:
         return b""
-    if fetches and not (_has(params, FETCHED) or _has(params, PUSHED)):
-        return b""
-    return found
+    if not fetches:
+        return b"" if needed else found
+    return found if _has(params, FETCHED) or _has(params, PUSHED) else b""
 
 
 def with_token_ids(params: bytes, answer: bytes) -> bytes:
