@@ -13,6 +13,7 @@ LEFTOVER_SECONDS: Final = 60.0  # for a prefill leg that nobody wants any more, 
 UNPIN_SECONDS: Final = 0.1  # for Envoy to end a decode leg
 SECOND_CALL_SECONDS: Final = 2.0  # for Envoy to open the call of a late answer (0.5 ms, measured)
 CLOSING_SECONDS: Final = 5.0  # for Envoy to close a call that we have ended
+ABANDONED: Final = "the request should have been closed"  # what Envoy hears when it did not
 
 
 class Handle(Protocol):

@@ -13,7 +13,7 @@ from extproc.apis.table import CHAT, RESPONSES, Flow
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
-from extproc.exchange.clock import LINGER_SECONDS, Handle
+from extproc.exchange.clock import ABANDONED, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.legs import (
     AnswerHead,
@@ -112,7 +112,6 @@ class DirectCourse:
     def paired(cls, session: Session, head: RequestHead, request: InferenceRequest, placed: Placed) -> DirectCourse:
         """A request for a prefill/decode pair."""
         course = cls(session, head, request, placed.pair.decodes)
-        course._attempts = Attempts(session.gateway.config.retry, session.deadline)
         course._place(placed)
         return course
 
@@ -221,6 +220,10 @@ class DirectCourse:
     def closed(self) -> None:
         """See Course."""
         self._fire(Event.CLOSED)
+
+    def abandon(self) -> None:
+        """See Course."""
+        self._session.call.abort(Status.INTERNAL, ABANDONED)
 
     # -- Outside --------------------------------------------------------------------------------------------------
 
@@ -439,7 +442,7 @@ class DirectCourse:
 
     def _after_refusal(self, head: AnswerHead) -> Event:
         """What a decode's answer with an error status, or Envoy's in its place, leads to."""
-        if self._state not in (State.PARALLEL, State.DECODING) or self._attempts is None:
+        if self._state not in (State.PARALLEL, State.DECODING) or self._handoff is None:
             return Event.DECODE_REFUSED
         worker = self._decode
         error = head.error(worker)
@@ -456,7 +459,7 @@ class DirectCourse:
         """Whether there is to be another attempt, without ``workers``, after ``error``; sets the pause before it."""
         gateway, attempts = self._session.gateway, self._attempts
         if attempts is None:
-            return False
+            attempts = self._attempts = Attempts(gateway.config.retry, self._session.deadline)
         pause = attempts.after(error, workers, gateway.clock.now())
         if pause is None:
             return False

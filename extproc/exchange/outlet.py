@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.clock import SECOND_CALL_SECONDS, Handle
+from extproc.exchange.clock import ABANDONED, SECOND_CALL_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue
 from extproc.exchange.record import naming_headers
 from extproc.names import LATE
@@ -134,6 +134,12 @@ class LateReply:
         if self._session.gateway.late.pop(self._id, None) is not None:
             self._call = None
             self._lost()
+
+    def abandon(self) -> None:
+        """Envoy should have closed the second call."""
+        if self._call is not None:
+            self._call.abort(Status.INTERNAL, ABANDONED)
+        self.closed()
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See Outlet. Envoy sends it on with the first piece of the body, and so do we."""

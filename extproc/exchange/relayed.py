@@ -19,7 +19,7 @@ from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempt import Attempt
 from extproc.exchange.attempts import Attempts, OnPrefillFailure, is_transient
-from extproc.exchange.clock import LINGER_SECONDS, Handle
+from extproc.exchange.clock import ABANDONED, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
 from extproc.exchange.legs import report
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
@@ -29,6 +29,7 @@ from extproc.handoff.handoff import Handoff
 from extproc.merge.answer import joined_answer
 from extproc.merge.parts import Joint
 from extproc.policies.placement import Pair
+from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Header
 from extproc.workers.worker import Worker
 
@@ -151,6 +152,13 @@ class RelayedCourse:
         """See Course."""
         if self._late is None:  # else the second call is what counts
             self._gone()
+
+    def abandon(self) -> None:
+        """See Course."""
+        if self._late is None:
+            self._session.call.abort(Status.INTERNAL, ABANDONED)
+        else:
+            self._late.abandon()
 
     # -- AttemptEvents --------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
+from extproc.exchange.clock import ABANDONED
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
@@ -50,6 +51,9 @@ class Course(Protocol):
 
     def closed(self) -> None:
         """Envoy ended the stream."""
+
+    def abandon(self) -> None:
+        """Envoy should have ended the stream long ago: give the call up."""
 
 
 class Session:
@@ -134,7 +138,10 @@ class Session:
 
     def abandon(self) -> None:
         """See Mortal."""
-        self.call.abort(Status.INTERNAL, "the request should have been closed")
+        if self._course is not None:
+            self._course.abandon()
+        else:
+            self.call.abort(Status.INTERNAL, ABANDONED)
 
     def reject(self, error: GatewayError) -> None:
         """Answer the client with ``error``; where an answer has begun, Envoy cuts it instead."""

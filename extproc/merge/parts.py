@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
@@ -47,6 +48,11 @@ class Joint:
         return replace(self, prompt_logprobs=False)
 
 
+@lru_cache(64)
+def _whole(runtime: str) -> Joint:
+    return Joint(runtime)
+
+
 def joint_of(request: InferenceRequest, runtime: str) -> Joint:
     """What ``request`` needs of workers of ``runtime`` that serve it in pairs.
 
@@ -54,6 +60,8 @@ def joint_of(request: InferenceRequest, runtime: str) -> Joint:
         GatewayError: ``invalid_type`` for what the engine refuses, but would not refuse of the legs it is split into.
     """
     if runtime != "vllm":
+        if request.samples == 1 and not request.prompt_logprobs:
+            return _whole(runtime)  # most requests
         split = Split.SAMPLES if request.samples > 1 else Split.NONE
         return Joint(runtime, split, request.samples, request.prompt_logprobs)
     if request.samples > 1:
