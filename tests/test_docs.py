@@ -1,35 +1,65 @@
 """The documents say what the code does."""
 
 import argparse
+import json
+import logging
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from extproc.apis.request import MAX_SAMPLES
+from extproc.apis.request import CONTROL_FIELDS, MAX_PROMPTS, MAX_SAMPLES, InferenceRequest
 from extproc.apis.table import APIS, Flow
 from extproc.control.metrics import Metrics
+from extproc.control.worker_spec import parse_worker_spec
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.paths import DECODE_PATHS, INFERENCE_PATHS, PREFILL_PATHS
-from extproc.errors import CATALOGUE
-from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, LINGER_SECONDS
+from extproc.errors import CATALOGUE, GatewayError
+from extproc.exchange.attempts import is_transient
+from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, LINGER_SECONDS, SECOND_CALL_SECONDS, UNPIN_SECONDS
+from extproc.exchange.record import NO_PARAMS, WAIVED, Record
 from extproc.flags import add_arguments, read_settings, split_prefill
 from extproc.handoff import sglang, vllm
-from extproc.observe import RequestMetrics
+from extproc.handoff.mooncake import MooncakeHandoff
+from extproc.handoff.nixl import NixlHandoff
+from extproc.handoff.one_token import one_token
+from extproc.handoff.table import Handoffs
+from extproc.observe import RequestLog, RequestMetrics
 from extproc.policies.placement import CANDIDATES
 from extproc.settings import Settings
+from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Worker, WorkerUrl
 
 ROOT = Path(__file__).parent.parent
 BEHAVIOUR = (ROOT / "docs/behaviour.md").read_text()
 README = (ROOT / "README.md").read_text()
+VLLM = (ROOT / "docs/vllm.md").read_text()
+SGLANG = (ROOT / "docs/sglang.md").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
+# Options named that are not ours: the engines', the peer's, and those of other programs of ours.
+OTHERS_OPTIONS = {
+    *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
+    *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
+    *("--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
+}
 
 
-def rows(section):
-    """The cells of the table below ``section``."""
-    text = BEHAVIOUR.split(f"## {section}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+def section(name, text=BEHAVIOUR):
+    """What stands below a heading."""
+    return text.split(f"## {name}\n")[1].split("\n## ")[0]
+
+
+def cells(text):
+    """The cells of a table's rows, its head among them."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def rows(name):
+    """The cells of the table below a heading of behaviour.md."""
+    return cells(section(name))[2:]
 
 
 def test_every_error_is_in_the_table_as_the_catalogue_has_it():
@@ -50,10 +80,17 @@ def test_times_and_limits_are_the_codes():
     assert f"abort request to a worker, and the like {ABORT_SECONDS:g} s" in timeouts
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts
+    assert f"call of a late answer {SECOND_CALL_SECONDS:g} s" in timeouts
+    assert f"then that prefill {UNPIN_SECONDS:g} s and {2 * UNPIN_SECONDS:g} s" in timeouts
+    assert f"let finish, at most {LEFTOVER_SECONDS:g} s" in section("Who ends what")
+    assert f"let finish ({LEFTOVER_SECONDS:g} s)" in VLLM
+    assert f"holds it for {sglang.HOLD_SECONDS * 1000:g} ms" in SGLANG
+    assert f"is held until P is done, at most {vllm.HOLD_SECONDS:g} s" in VLLM.replace("\n", " ")
     assert config.idle_timeout - config.request_timeout == 5
     limits = "\n".join(" ".join(row) for row in rows("Limits"))
     assert f"(`n`) {MAX_SAMPLES} " in limits
     assert f"for one request {CANDIDATES} " in limits
+    assert f"prompts of one request {MAX_PROMPTS} " in limits
 
 
 def test_defaults_named_are_the_settings():
@@ -78,20 +115,211 @@ def test_every_request_metric_is_in_the_table():
     assert set(re.findall(r"# TYPE (\S+)", metrics.render().decode())) <= documented
 
 
+def test_every_field_of_the_log_line_is_in_the_table(caplog):
+    record = Record(1.0)
+    for name in Record.__slots__:
+        setattr(record, name, {int: 7, float: 7.0, bytes: b"7", str: "7", bool: True}[type(getattr(record, name))])
+    with caplog.at_level(logging.INFO, "extproc.request"):
+        RequestLog().finished(record)
+    own = vars(logging.makeLogRecord({})).keys()
+    fields = (
+        {name for name, value in vars(caplog.records[0]).items() if value is not None} - own - {"message", "asctime"}
+    )
+    assert {name for row in rows("Log line") for name in re.findall(r"`([a-z_]+)`", row[0])} == fields
+
+
+def test_every_control_field_is_named():
+    named = set(
+        re.findall(r"`([a-z_*]+)`", section("Bodies").split("Control fields of a client")[1].split("Inside")[0])
+    )
+    assert {field for field in CONTROL_FIELDS if not field.startswith("bootstrap_")} | {"bootstrap_*"} == named
+
+
+def test_every_handoff_is_named():
+    names = {handoff.name for handoff in Handoffs()}
+    assert names == set(re.findall(r"^\| `([a-z]+)` \|", section("The handoffs", ARCHITECTURE), re.MULTILINE))
+    assert names <= set(re.findall(r"^\| `([a-z]+)` \|", section("Bodies"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("status", [400, 408, 409, 429, 500, 502, 503, 529])
+def test_which_statuses_lead_to_another_attempt(status):
+    code = "prefill_rejected" if status < 500 else "prefill_failed"
+    assert is_transient(GatewayError(code, "", status=status)) == (status in (408, 429) or status >= 500)
+    assert "answers 408, 429 or 5xx" in section("Another attempt")
+
+
+@pytest.mark.parametrize(
+    "code", ["prefill_unreachable", "decode_connection_lost", "prefill_timeout", "egress_unavailable"]
+)
+def test_what_leads_to_another_attempt_besides(code):
+    assert is_transient(GatewayError(code, ""))
+
+
+@pytest.mark.parametrize("code", ["kv_missing", "decode_bad_reply", "request_timeout"])
+def test_what_does_not(code):
+    assert not is_transient(GatewayError(code, ""))
+
+
+ONE_TOKEN = {
+    "chat": ("/v1/chat/completions", {"messages": []}),
+    "completions": ("/v1/completions", {"prompt": "x"}),
+    "responses": ("/v1/responses", {"input": "x"}),
+    "messages": ("/v1/messages", {"messages": []}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_what_is_set_in_a_leg_of_one_token(name):
+    path, body = ONE_TOKEN[name]
+    raw = json.dumps({**body, "stream": True, "n": 1, "max_completion_tokens": 9}).encode()
+    edits = one_token(InferenceRequest.read(APIS[path], raw), keep_prompt_logprobs=False)
+    table = {row[0]: row[1] for row in cells(section("Bodies"))}
+    told = table[name].replace("the same", table["chat"].split("1, ", 1)[1])
+    for key, value in edits.put.items():
+        if (name, key) not in [("messages", "n"), ("responses", "n")]:  # these APIs have none
+            assert re.search(rf"`{key}`[^|]* {value.decode()}\b", told), key
+
+
+def legs_params(handoff):
+    """The names of the members of each leg's ``kv_transfer_params`` that are made here."""
+    request = InferenceRequest.read(APIS["/v1/completions"], b'{"prompt": "x"}')
+    prefill = Worker("p", WorkerUrl("http", "p", 1), Role.PREFILL, runtime="vllm", kv_engines=(KvEngine(0, "e"),))
+    plan = handoff.plan(request, prefill)
+    return [set(json.loads(body)["kv_transfer_params"]) for body in (plan.prefill, plan.decode) if body]
+
+
+def test_what_the_legs_are_told():
+    rows_of = {row[0]: row[1:3] for row in cells(section("What each leg gets", VLLM))}
+    asked, told = legs_params(MooncakeHandoff())
+    assert [set(re.findall(r"`(\w+)`", cell)) for cell in rows_of["`mooncake`"]] == [asked, told]
+    (asked,) = legs_params(NixlHandoff())
+    named = set(re.findall(r"`(\w+)`", rows_of["`nixl`"][0]))
+    assert named < asked
+    assert len(asked - named) == 4  # "four nulls"
+    assert f"(`{'`, `'.join(vllm.FETCHED)}`)" in VLLM.replace("\n", " ")
+
+
+def test_what_is_said_of_a_cache_that_was_not_handed_over():
+    for note in (NO_PARAMS, WAIVED):
+        assert note in VLLM
+    request = InferenceRequest.read(APIS["/v1/completions"], b'{"prompt": "x"}')
+    alone = MooncakeHandoff().alone(request, Worker("p", WorkerUrl("http", "p", 1), Role.PREFILL, runtime="vllm"))
+    assert alone.why in VLLM
+
+
+def source(name):
+    return (ROOT / "extproc" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("reason", "module"),
+    [
+        ("no kv_connector registered", "workers/watch.py"),
+        ("no engine id: the decode recomputes each prompt", "workers/bootstrap.py"),
+        ("knows no engine yet", "workers/bootstrap.py"),
+        ("does not answer", "workers/bootstrap.py"),
+        ("registered with engine id", "workers/bootstrap.py"),
+        (
+            "a Mooncake prefill restarted under the same engine id; its decode workers are told",
+            "workers/mooncake_refresh.py",
+        ),
+        ("handoffs from it hang", "workers/mooncake_refresh.py"),
+    ],
+)
+def test_reasons_are_worded_as_in_the_code(reason, module):
+    assert reason in VLLM
+    assert reason in source(module)
+
+
+def test_the_defaults_of_retries():
+    table = {row[0]: row[1] for row in cells(section("Failures and retries", VLLM))}
+    fields = Settings.model_fields
+    assert table["`--retry-max-retries N`"].startswith(f"{fields['retry_max_retries'].default} attempts")
+    assert table["`--on-prefill-failure`"] == f"`{fields['on_prefill_failure'].default.value}`"
+    assert table["`--kv-missing`"] == f"`{fields['kv_missing'].default.value}`"
+    assert table["`--mooncake-dispatch`"] == f"`{fields['mooncake_dispatch'].default.value}`"
+    (pauses,) = [row for row in table if "--retry-initial-backoff-ms" in row]
+    names = [flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)`", pauses)]
+    assert table[pauses] == ", ".join(f"{fields[name].default:g}" for name in names)
+
+
+@pytest.mark.parametrize("document", [*ROOT.glob("docs/*.md"), ROOT / "README.md"], ids=lambda path: path.name)
+def test_options_named_are_there(document):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    known = {string for action in parser._actions for string in action.option_strings} | OTHERS_OPTIONS
+    text = re.sub(r"<!-- bench: begin.*bench: end -->", "", document.read_text(), flags=re.DOTALL)
+    if "facts" not in document.name:  # of the engines
+        assert set(re.findall(r"`(--[a-z][a-z-]*[a-z])\b(?!-)", text)) <= known
+
+
 def commands(text):
     """The indented shell commands of a document, continuation lines joined."""
     blocks = re.findall(r"^    (\S(?:\\\n|.)*)", text, re.MULTILINE)
     return [re.sub(r"\\\n\s*", "", block).split("  #")[0].rstrip() for block in blocks]
 
 
-def test_the_launch_command_of_the_readme_is_accepted():
-    (launch,) = [command for command in commands(README) if "pd-extproc launch" in command]
+def settings_of(command):
+    """The settings of a ``pd-extproc launch`` command."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    settings = read_settings(parser.parse_args(split_prefill(shlex.split(launch)[2:])))
-    assert [worker.bootstrap_port for worker in settings.prefill] == [8998, 8998]
-    assert len(settings.decode) == 2
-    assert settings.port == 30000
+    return read_settings(parser.parse_args(split_prefill(shlex.split(command)[2:])))
+
+
+LAUNCHES = [command for text in GUIDES.values() for command in commands(text) if "pd-extproc launch" in command]
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_launch_commands_are_accepted(command):
+    assert settings_of(command).pd_disaggregation
+
+
+def test_the_launch_commands_mean_what_is_said():
+    sglang_workers, empty = [settings_of(command) for command in commands(README) if "pd-extproc launch" in command]
+    assert [worker.bootstrap_port for worker in sglang_workers.prefill] == [8998, 8998]
+    assert len(sglang_workers.decode) == 2
+    assert (empty.prefill, empty.decode) == ((), ())
+    _, nixl, mooncake = [settings_of(command) for command in commands(VLLM) if "pd-extproc launch" in command]
+    assert (nixl.prefill_kv_connector, nixl.decode_kv_connector) == (NIXL, NIXL)
+    assert (mooncake.prefill_kv_connector, mooncake.decode_kv_connector) == (MOONCAKE, MOONCAKE)
+    assert mooncake.prefill[0].bootstrap_port == 8998
+    assert mooncake.prefill_kv_engine_id == ("prefill-0-1",)
+
+
+def test_the_file_of_the_vllm_guide_is_accepted(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", VLLM, re.DOTALL)
+    (tmp_path / "gateway.yaml").write_text(text)
+    settings = settings_of(f"pd-extproc launch --config {tmp_path}/gateway.yaml")
+    assert settings.pd_disaggregation
+    assert len(settings.prefill) == len(settings.decode) == 1
+
+
+REGISTRATIONS = [
+    command
+    for text in GUIDES.values()
+    for command in commands(text)
+    if "curl -X POST" in command and "/workers" in command
+]
+
+
+@pytest.mark.parametrize("command", REGISTRATIONS)
+def test_registrations_are_accepted(command):
+    words = shlex.split(command)
+    spec = parse_worker_spec(words[words.index("-d") + 1].encode())
+    assert spec.role in (Role.PREFILL, Role.DECODE)
+
+
+@pytest.mark.parametrize("command", [command for command in commands(VLLM) if "--kv-transfer-config" in command])
+def test_the_engines_configurations_can_be_registered(command):
+    words = shlex.split(command)
+    config = words[words.index("--kv-transfer-config") + 1]
+    role = Role.DECODE if "kv_consumer" in config else Role.PREFILL
+    assert kv_config(role, KvConfig(), config).connector in (NIXL, MOONCAKE)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\bscripts/[a-z.-]+", "".join(GUIDES.values())))))
+def test_scripts_are_there(path):
+    assert (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("verb", re.findall(r"make ([a-z-]+)", README))
