@@ -240,6 +240,7 @@ class Connection(asyncio.Protocol):
     def _complete(self, record: Record, body: bytes, fault: Fault | None = None) -> None:
         record.body = body
         record.received = time.time()
+        record.inference = record.inference and not self._server.is_probe(record)
         self._task = self._server.loop.create_task(self._answer(Exchange(record, self, fault)))
         if record.inference:
             self._server.answering += 1

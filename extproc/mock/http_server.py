@@ -32,11 +32,13 @@ class HttpServer:
         inference_paths: frozenset[str],
         keep_alive: float,
         on_error: Callable[[Exchange, Exception], None],
+        is_probe: Callable[[Record], bool] = lambda _: False,
     ) -> None:
         self.handler = handler
         self.recorder = recorder
         self.faults = faults
         self.inference_paths = inference_paths
+        self.is_probe = is_probe
         self.on_error = on_error
         self.connections: set[Connection] = set()
         self.ending: Outcome | None = None

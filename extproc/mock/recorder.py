@@ -42,6 +42,7 @@ class Record:
     ended: float | None = None
     outcome: Outcome = Outcome.LIVE
     kv: str | None = None  # what became of the KV cache that a vLLM worker was to fetch: ``vllm.engine.Kv``
+    ids_reused: bool = False  # a vLLM worker took the prompt's token ids from it, and applied no chat template
 
     @property
     def path(self) -> str:
@@ -78,6 +79,7 @@ class Record:
             "ended": self.ended,
             "outcome": self.outcome.value,
             "kv": self.kv,
+            "ids_reused": self.ids_reused,
         }
 
 

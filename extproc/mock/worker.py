@@ -49,6 +49,7 @@ class MockWorker(ABC):
             self.recorder,
             self.faults,
             inference_paths=self.inference_paths,
+            is_probe=self._is_probe,
             keep_alive=keep_alive,
             on_error=self._on_error,
         )
@@ -154,6 +155,10 @@ class MockWorker(ABC):
     @abstractmethod
     async def _handle(self, exchange: Exchange) -> None:
         """Answer a request."""
+
+    def _is_probe(self, record: Record) -> bool:  # noqa: ARG002 - for engines that are asked by their inference paths
+        """Whether a complete request for an inference path is no leg, but asks what the worker is."""
+        return False
 
     @abstractmethod
     async def _open(self) -> None:

@@ -12,6 +12,7 @@ from extproc.mock.generation import Limits
 from extproc.mock.prompts import chat_prompt
 from extproc.mock.vllm import bodies, checks
 from extproc.mock.vllm.api import Api, Context, RefusedError, error
+from extproc.mock.vllm.conversation import prompt_of
 from extproc.mock.vllm.engine import Batch, Sequence
 
 _FIELD = (
@@ -50,10 +51,10 @@ class MessagesApi(Api):
         """The sequences asked for."""
         body = self._body
         checks.model(body.model, self.options)
-        if not body.messages:
-            raise RefusedError("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        prompt = chat_prompt(body.messages, body.tools, body.system)
-        checks.length(prompt, body.max_tokens, self.options, "max_completion_tokens")
+        checks.budget(body.max_tokens, self.options, "max_completion_tokens")
+        own = chat_prompt(body.messages, body.tools, body.system)
+        prompt = prompt_of(self, own, [message.content for message in body.messages])
+        checks.told_length(prompt, self.options)
         temperature = 1.0 if body.temperature is None else body.temperature
         cap = min(body.max_tokens, self.options.max_model_len - prompt.length)
         checks.sampling(n=1, temperature=temperature, max_tokens=cap, min_tokens=0)

@@ -20,6 +20,7 @@ from extproc.mock.vllm.api import (
     stop_reason,
     usage,
 )
+from extproc.mock.vllm.conversation import prompt_of
 from extproc.mock.vllm.engine import Batch, Sequence
 from extproc.mock.vllm.openai import OpenAiApi
 
@@ -45,12 +46,12 @@ class ChatApi(OpenAiApi):
         """The sequences asked for."""
         body = self._body
         checks.model(body.model, self.options)
-        if not body.messages:
-            raise RefusedError("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        prompt = chat_prompt(body.messages, body.tools)
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        checks.length(prompt, wanted, self.options, field)
+        checks.budget(wanted, self.options, field)
+        own = chat_prompt(body.messages, body.tools)
+        prompt = prompt_of(self, own, [message.content for message in body.messages], echo=body.echo)
+        checks.told_length(prompt, self.options)
         room = self.options.max_model_len - prompt.length
         batch = self.spread([prompt], [self._id], room if wanted is None else min(wanted, room))
         checks.logprobs(self._top if body.logprobs else None, self._prompt_top)
@@ -137,8 +138,10 @@ class ChatApi(OpenAiApi):
 
     @property
     def _echoed(self) -> str:
+        if not self._body.echo:
+            return ""
         last = self._body.messages[-1]
-        return content_text(last.content) if self._body.echo and last.role == self._role else ""
+        return content_text(last.content) if last.role == self._role else ""
 
     def _choice(self, sequence: Sequence) -> dict[str, Any]:
         body = self._body

@@ -39,16 +39,28 @@ def model(name: str | None, options: Options) -> None:
         raise RefusedError(message, "model", kind="NotFoundError", status=404, plain=True)
 
 
-def length(prompt: Prompt, max_tokens: int | None, options: Options, field: str) -> None:
-    """Raise RefusedError for what exceeds the context; ``field`` is the endpoint's name for ``max_tokens``."""
+def budget(max_tokens: int | None, options: Options, field: str) -> None:
+    """Raise RefusedError for more tokens than the context has; ``field`` is the endpoint's name for ``max_tokens``."""
     limit = options.max_model_len
     if max_tokens is not None and max_tokens > limit:
         message = (
             f"{field}={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer output tokens."
         )
         raise RefusedError(message, field, max_tokens)
+
+
+def length(prompt: Prompt, options: Options) -> None:
+    """Raise RefusedError for a text that exceeds the context."""
+    limit = options.max_model_len
     if prompt.length > limit:
         raise RefusedError(_TOO_LONG.format(limit=limit, length=limit + 1), "input_tokens", limit + 1)
+
+
+def told_length(prompt: Prompt, options: Options) -> None:
+    """Raise RefusedError for token ids that exceed it, in the place of a conversation."""
+    limit = options.max_model_len
+    if prompt.length > limit:
+        raise RefusedError(f"Input length ({prompt.length}) exceeds model's maximum context length ({limit}).")
 
 
 def sampling(*, n: int, temperature: float, max_tokens: int | None, min_tokens: int, greedy_n: bool = False) -> None:

@@ -59,7 +59,8 @@ class CompletionApi(OpenAiApi):
         read = prompts_of(body.prompt)
         prompts = [read] if isinstance(read, Prompt) else read
         for prompt in prompts:
-            checks.length(prompt, self._wanted, options, "max_tokens")
+            checks.budget(self._wanted, options, "max_tokens")
+            checks.length(prompt, options)
         limit = min(self._wanted, options.max_model_len - max(prompt.length for prompt in prompts))
         ids = [f"{self._id}-{number}" for number in range(len(prompts))]
         batch = self.spread(prompts, ids, 1 if self._only_echo else limit)

@@ -12,6 +12,7 @@ from extproc.mock.generation import Limits, Prompt
 from extproc.mock.prompts import content_text, stops
 from extproc.mock.vllm import bodies, checks
 from extproc.mock.vllm.api import Api, Context, RefusedError, error
+from extproc.mock.vllm.conversation import prompt_of
 from extproc.mock.vllm.engine import Batch, Sequence, new_id
 
 _INVALID = "invalid_request_error"
@@ -19,6 +20,7 @@ _BACKGROUND = (
     "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
     "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
 )
+_TOO_LONG = "The engine prompt length {length} exceeds the max_model_len {limit}. Please reduce prompt."
 
 
 class Store:
@@ -85,14 +87,24 @@ class ResponsesApi(Api):
         if previous is not None and not self._store.known(previous):
             message = f"Response with id '{previous}' not found."
             raise RefusedError(message, "response_id", kind=_INVALID, status=404, plain=True)
-        text = body.input if isinstance(body.input, str) else "".join(_item_text(item) for item in body.input)
-        prompt = Prompt(f"{previous or ''}{body.instructions or ''}<user>{text}<assistant>")
-        checks.length(prompt, body.max_output_tokens, self.options, "max_output_tokens")
+        checks.budget(body.max_output_tokens, self.options, "max_output_tokens")
+        prompt = self._prompt()
         room = self.options.max_model_len - prompt.length
+        if room <= 0:
+            message = _TOO_LONG.format(length=prompt.length, limit=self.options.max_model_len)
+            raise RefusedError(message, "input", kind=_INVALID, plain=True)
         cap = room if body.max_output_tokens is None else min(body.max_output_tokens, room)
         checks.sampling(n=1, temperature=self._temperature, max_tokens=cap, min_tokens=0)
         limits = Limits(cap, stops(body.stop), ignore_eos=body.ignore_eos, seed=body.seed or 0)
         return Batch([self.sequence(prompt, limits, f"{self._id}_0")])
+
+    def _prompt(self) -> Prompt:
+        body = self._body
+        contents = [body.input] if isinstance(body.input, str) else [_content(item) for item in body.input]
+        text = "".join(content_text(content) for content in contents)
+        own = Prompt(f"{body.previous_response_id or ''}{body.instructions or ''}<user>{text}<assistant>")
+        before = [text for text in (body.previous_response_id, body.instructions) if text]
+        return prompt_of(self, own, before + contents)
 
     def answer(self, batch: Batch) -> bytes:
         """The whole answer."""
@@ -230,5 +242,5 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
 
 
-def _item_text(item: Any) -> str:
-    return content_text(item.get("content")) if isinstance(item, dict) else str(item)
+def _content(item: Any) -> Any:
+    return item.get("content") if isinstance(item, dict) else str(item)

@@ -14,6 +14,7 @@ from extproc.mock.vllm.api import Api, Context, invalid, read
 from extproc.mock.vllm.chat import ChatApi
 from extproc.mock.vllm.completion import CompletionApi
 from extproc.mock.vllm.control import Control
+from extproc.mock.vllm.conversation import is_probe
 from extproc.mock.vllm.engine import Engine, Options, Role, new_id
 from extproc.mock.vllm.generate import GenerateApi
 from extproc.mock.vllm.mooncake import Mooncake
@@ -24,6 +25,7 @@ from extproc.mock.worker import MockWorker
 if TYPE_CHECKING:
     from extproc.mock.exchange import Exchange
     from extproc.mock.faults import Fault, Rule
+    from extproc.mock.recorder import Record
 
 NIXL = "NixlConnector"
 MOONCAKE = "MooncakeConnector"
@@ -155,6 +157,9 @@ class VllmMock(MockWorker):
         return isinstance(self._connector, Mooncake) and self.role != "decode"
 
     # --- the worker's part ---
+
+    def _is_probe(self, record: Record) -> bool:
+        return is_probe(record.body)
 
     def _connect(self) -> Nixl | Mooncake | None:
         if self.connector_name == NIXL:
