@@ -14,11 +14,12 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 
 from extproc.exchange.gateway import Gateway, GatewayConfig
+from extproc.exchange.legs import OrderReceiver
 from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
-from extproc.workers.worker import Role, Status, Worker, WorkerUrl
+from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker, WorkerUrl
 
 
 def worker(role: Role, port: int, **fields) -> Worker:
@@ -27,6 +28,28 @@ def worker(role: Role, port: int, **fields) -> Worker:
     made.status = Status.READY
     made.endpoint = f"127.0.0.1:{port}"
     return made
+
+
+def nixl(prefills=(1, 2), decodes=(11, 12)) -> list[Worker]:
+    """vLLM workers with NIXL, by their ports."""
+    roles = [*((Role.PREFILL, port) for port in prefills), *((Role.DECODE, port) for port in decodes)]
+    return [worker(role, port, runtime="vllm", kv_connector=NIXL) for role, port in roles]
+
+
+def mooncake(prefills=(1, 2), decodes=(11, 12)) -> list[Worker]:
+    """vLLM workers with Mooncake; the prefill at port 1 has the engine id "engine-1"."""
+    made = [
+        worker(
+            Role.PREFILL,
+            port,
+            runtime="vllm",
+            kv_connector=MOONCAKE,
+            kv_engines=(KvEngine(0, f"engine-{port}"),),
+            bootstrap_port=8000 + port,
+        )
+        for port in prefills
+    ]
+    return made + [worker(Role.DECODE, port, runtime="vllm", kv_connector=MOONCAKE) for port in decodes]
 
 
 class FakeFleet:
@@ -70,9 +93,15 @@ class FakeLeg:
     def __init__(self, headers, body, receiver):
         self.headers = headers
         self.body = body
-        self.receiver = receiver
+        self.receiver = _Heard(self, receiver)
+        self.is_order = isinstance(receiver, OrderReceiver)
         self.cancelled = False
+        self.over = False  # its answer is complete, or lost
         self.paused = False
+
+    @property
+    def out(self):
+        return not self.cancelled and not self.over
 
     def cancel(self):
         self.cancelled = True
@@ -110,6 +139,32 @@ class FakeLeg:
                 step()
 
 
+class _Heard:
+    """A leg's receiver, which hears nothing more once the leg was cancelled or is over."""
+
+    def __init__(self, leg, receiver):
+        self._leg = leg
+        self._receiver = receiver
+
+    def head(self, status, headers):
+        assert self._leg.out
+        self._receiver.head(status, headers)
+
+    def data(self, chunk):
+        assert self._leg.out
+        self._receiver.data(chunk)
+
+    def done(self):
+        assert self._leg.out
+        self._leg.over = True
+        self._receiver.done()
+
+    def lost(self, reason, detail):
+        assert self._leg.out
+        self._leg.over = True
+        self._receiver.lost(reason, detail)
+
+
 class FakeEgress:
     def __init__(self):
         self.legs = []
@@ -124,6 +179,18 @@ class FakeEgress:
 
     def open(self, path=None):
         return [leg for leg in self.legs if not leg.cancelled and (path is None or leg.path == path)]
+
+    @property
+    def out(self):
+        """The legs that are out, orders not among them."""
+        return [leg for leg in self.legs if leg.out and not leg.is_order]
+
+    def out_at(self, cluster):
+        return [leg for leg in self.out if leg.cluster == cluster]
+
+    @property
+    def orders(self):
+        return [leg for leg in self.legs if leg.is_order]
 
     @property
     def aborts(self):
@@ -218,6 +285,8 @@ class Rig:
     def assert_nothing_is_left(self) -> None:
         assert self.gateway.alive == 0
         assert self.gateway.handoffs.live == 0
+        assert self.gateway.late == {}
+        assert self.egress.out == []
         assert {w.id: w.load for w in self.workers if w.load} == {}
 
 
@@ -245,6 +314,50 @@ class Client:
     def close(self) -> None:
         self.session.closed()
 
+    def late(self, found=()) -> LateCall:
+        """The second call, that Envoy opens for the answer it was given on this one."""
+        (message,) = self.call.take()
+        return LateCall(self.rig, message, found)
+
+
+class LateCall:
+    """Envoy's side of the second call about an answer that was given it with ``x-pd-late``.
+
+    Args:
+        opening: what was said on the first call.
+        found: headers of the answer, besides those of ``opening``.
+    """
+
+    def __init__(self, rig: Rig, opening, found=()) -> None:
+        self.opening = opening
+        headers = mutated(opening)
+        assert headers["x-pd-late"]
+        self.found = headers | dict(found)
+        self.call = FakeCall()
+        self.session = Session(rig.gateway, self.call)
+        pairs = [(":status", "503"), *self.found.items()]
+        self.session.received(ProcessingRequest(response_headers=_http_headers(pairs, end=False)).SerializeToString())
+
+    def close(self) -> None:
+        self.session.closed()
+
+    def answer(self):
+        """(headers, body, whether it has ended) of what was said so far; the head must come first, and once."""
+        headers, body, ended = {}, b"", False
+        for message in self.call.take():
+            assert not ended
+            if message.WhichOneof("response") == "response_headers":
+                assert not headers
+                assert not body
+                headers = mutated(message)
+                removed = set(message.response_headers.response.header_mutation.remove_headers)
+                assert removed == set(self.found), "whatever was found must go"
+            else:
+                streamed = message.response_body.response.body_mutation.streamed_response
+                body += streamed.body
+                ended = streamed.end_of_stream
+        return headers, body, ended
+
 
 def _http_headers(pairs, *, end):
     header_map = HeaderMap()
@@ -259,3 +372,19 @@ def mutated(response) -> dict[str, str]:
     part = getattr(response, kind)
     mutation = part.headers if kind == "immediate_response" else part.response.header_mutation
     return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+
+def released(client):
+    """The decode body that Envoy was given, with the headers and destinations."""
+    head, body = client.call.take()
+    streamed = body.request_body.response.body_mutation.streamed_response
+    assert streamed.end_of_stream
+    destinations = head.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"].split(",")
+    return streamed.body, mutated(head), destinations
+
+
+def rejection(client):
+    """(status, headers, body) of the only thing that was said since the last look: an error."""
+    (message,) = client.call.take()
+    reply = message.immediate_response
+    return reply.status.code, mutated(message), reply.body

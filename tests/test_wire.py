@@ -75,3 +75,26 @@ def test_relayed_bodies_leave_in_bounded_pieces(size, end):
         assert message == wire.field(11, wire.field(2, body_response))
         pieces.append(piece)
     assert b"".join(pieces) == body
+
+
+@pytest.mark.parametrize("size", [0, 5, wire.BODY_CHUNK, wire.BODY_CHUNK + 1, 3 * wire.BODY_CHUNK])
+@pytest.mark.parametrize("end", [True, False])
+def test_pieces_in_the_place_of_an_answers_body_are_bounded_and_end_once(size, end):
+    body = bytes(at % 251 for at in range(size))
+    read = [ProcessingResponse.FromString(message) for message in wire.response_body_replies(body, end=end)]
+    assert all(message.WhichOneof("response") == "response_body" for message in read)
+    pieces = [message.response_body.response.body_mutation.streamed_response for message in read]
+    assert b"".join(piece.body for piece in pieces) == body
+    assert max(len(piece.body) for piece in pieces) <= wire.BODY_CHUNK
+    assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [end]
+
+
+@given(st.lists(st.tuples(names, values), max_size=5), st.booleans(), st.booleans())
+def test_a_request_may_be_routed_anew(pairs, reroute, placed):
+    mutation = b"".join([wire.set_header(*pair) for pair in pairs])
+    metadata = wire.destination_metadata("10.0.0.1:80") if placed else b""
+    read = ProcessingResponse.FromString(wire.request_headers_reply(mutation, metadata, reroute=reroute))
+    common = read.request_headers.response
+    assert common.clear_route_cache is reroute
+    assert [(o.header.key.encode(), o.header.raw_value) for o in common.header_mutation.set_headers] == pairs
+    assert read.HasField("dynamic_metadata") is placed
