@@ -279,6 +279,21 @@ def test_a_decode_that_refuses_may_have_told_nobody(rig, status):
     assert [params for _, params in forgotten(rig)] == [PARAMS]
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, marks=pytest.mark.xfail(strict=True, reason="any word of Envoy's counts as unreachable"))
+        for code in ("decode_connection_lost", "decode_timeout")
+    ],
+)
+def test_the_others_of_the_list_can_free_what_a_decode_that_died_was_to_fetch(rig, code):
+    client = rig.post(PATH, CHAT)
+    leg(rig).answer(body=ANSWER)
+    client.decode_head(502, [("x-pd-error-code", code)])
+    end(client, rig)
+    assert [params for _, params in forgotten(rig)] == [PARAMS]
+
+
 def test_decode_workers_that_cannot_be_reached_are_told_nothing():
     rig = Rig(*nixl(decodes=(11, 12, 13, 14, 15)), retry=ONCE)
     client = rig.post(PATH, CHAT)
