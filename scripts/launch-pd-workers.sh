@@ -432,7 +432,7 @@ stop_workers() {
   trap - EXIT
   trap 'STOP_SECONDS=0' HUP INT TERM
   pids+=("${!:-}") # a signal may come between a start and its note
-  signal_workers TERM
+  signal_workers TERM || true
   local deadline=$((SECONDS + STOP_SECONDS))
   while signal_workers 0 && ((SECONDS < deadline && STOP_SECONDS)); do sleep 0.2 || true; done
   signal_workers KILL || true

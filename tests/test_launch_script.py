@@ -454,7 +454,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 def test_it_waits_until_all_are_ready_then_says_what_to_run(launch: Launch) -> None:
     launched = launch("vllm", "org/model", FAKE_UNREADY="2", KV_BACKEND="mooncake")
-    lines = launched.read_to("decode-0 is up")
+    lines = launched.read_to("All workers are up")
     for name in ("prefill-0", "decode-0"):
         log = launched.logs / f"{name}.log"
         assert any(line.startswith(f"# {name}: http://127.0.0.1:") and line.endswith(f"log {log}") for line in lines)
