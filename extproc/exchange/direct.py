@@ -31,7 +31,7 @@ from extproc.exchange.machine import Event, Outside, State, rule_of
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import NO_PARAMS, WAIVED, named, server_timing
 from extproc.exchange.relayed import Origin, RelayedCourse
-from extproc.handoff.handoff import Handoff, Kv, Plan
+from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
 from extproc.merge.parts import joint_of
 from extproc.names import CLUSTER
 from extproc.policies.placement import Pair
@@ -80,6 +80,7 @@ class DirectCourse:
         "_stored",
         "_timer",
         "_upstreams",
+        "_waives",
     )
 
     def __init__(self, session: Session, head: RequestHead, request: InferenceRequest, upstreams: Sequence[Worker]):
@@ -107,6 +108,7 @@ class DirectCourse:
         self._status = 0  # of the decode's answer
         self._local_reply = ""  # the code of an answer that Envoy made up itself
         self._released = False
+        self._waives = False  # the decode is to do without the prefill that failed
 
     @classmethod
     def paired(cls, session: Session, head: RequestHead, request: InferenceRequest, placed: Placed) -> DirectCourse:
@@ -122,12 +124,11 @@ class DirectCourse:
         head: RequestHead,
         request: InferenceRequest,
         workers: Sequence[Worker],
+        alone: Alone | None = None,
     ) -> DirectCourse:
-        """A request that the first of ``workers`` which can be reached answers alone."""
+        """A request that the first of ``workers`` which can be reached answers; ``alone`` says why, if it might not."""
         course = cls(session, head, request, workers)
-        course._name_response(workers[0])
-        drop = () if session.gateway.config.trust_client else CONTROL_FIELDS
-        course._body = request.body.edited(course._edits.decode.put, drop)
+        course._serve_alone(workers, alone)
         return course
 
     @classmethod
@@ -137,6 +138,17 @@ class DirectCourse:
         course._path = head.path.encode("latin-1")
         course._body = body
         return course
+
+    def _serve_alone(self, workers: Sequence[Worker], alone: Alone | None) -> None:
+        self._upstreams, self._decode = workers, workers[0]
+        self._prefill = self._handoff = None
+        self._name_response(workers[0])
+        drop = () if self._session.gateway.config.trust_client else CONTROL_FIELDS
+        self._body = self._request.body.edited(self._edits.decode.put, drop)
+        record = self._session.record
+        record.handoff = record.prefill = ""
+        if alone is not None:
+            record.kv, record.note = alone.kv.value, alone.why
 
     def _name_response(self, worker: Worker) -> None:
         """Name a response that ``worker`` will make, unless the client did, so that it can be found again."""
@@ -178,7 +190,7 @@ class DirectCourse:
         """
         handoff = self._handoff
         assert handoff is not None
-        if self._request.api is CHAT and handoff.in_turn and all(w.takes_token_ids for w in self._upstreams):
+        if self._request.api is CHAT and handoff.tells_tokens and all(w.takes_token_ids for w in self._upstreams):
             self._edits = LegEdits(_WITH_TOKEN_IDS, NO_EDITS)
 
     # -- Course ---------------------------------------------------------------------------------------------------
@@ -341,12 +353,14 @@ class DirectCourse:
         assert attempts is not None
         assert error is not None
         asked = self._status != 0
-        self._local_reply = ""
         joint = joint_of(self._request, self._prefill.runtime)
         origin = Origin(self._prefill, self._handoff, attempts)
         course = RelayedCourse(session, self._head, self._request, joint, origin)
         session.hand_on(course)
-        course.go_on(error, self._pause, asked=asked)
+        if self._waives:
+            course.go_on_without_prefill(error, asked=asked)
+        else:
+            course.go_on(error, self._pause, asked=asked)
 
     def give_back(self) -> None:
         """See Outside."""
@@ -435,7 +449,10 @@ class DirectCourse:
         if self._state not in (State.PREFILLING, State.PARALLEL, State.HELD):
             return Event.PREFILL_FAILED
         waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
-        if waives and self._state is State.PREFILLING and is_transient(error):
+        if waives and handoff.waivable and is_transient(error):
+            if self._state is not State.PREFILLING:
+                self._waives = True
+                return Event.PREFILL_REPLACED
             self._hand_over(b"")
             return Event.PREFILL_WAIVED
         return Event.PREFILL_REPLACED if self._may_try_again(error, (prefill,)) else Event.PREFILL_FAILED
@@ -481,7 +498,11 @@ class DirectCourse:
             self._fire(Event.PREFILL_FAILED)
             return
         self._session.record.attempts = attempts.number
-        self._place(Placed(pair, handoff))
+        alone = handoff.alone(self._request, pair.prefill)
+        if alone is None:
+            self._place(Placed(pair, handoff))
+        else:  # nobody has told this one's engine id
+            self._serve_alone(pair.decodes, alone)
         self._fire(self._accepted())
 
     def _prefill_over(self) -> None:

@@ -130,6 +130,13 @@ class RelayedCourse:
         self._late.open(error, asked=asked)
         self._timer = self._session.gateway.clock.after(pause, lambda: self._try_again(error))
 
+    def go_on_without_prefill(self, error: GatewayError, *, asked: bool) -> None:
+        """The same, for a prefill that the decode worker is to do without."""
+        self.go_on(error, 0.0, asked=asked)
+        self._stop_timer()
+        self._joint = self._joint.without_prefills()
+        self._again(error, Attempt.send_decodes)
+
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002
         """See Course."""
         if self._late is not None:
@@ -202,7 +209,7 @@ class RelayedCourse:
     def _may_waive(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
         """Whether the decode may do without a prefill that failed."""
         waives = self._session.gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
-        return waives and self._handoff.in_turn and self._prefill in workers and is_transient(error)
+        return waives and self._handoff.waivable and self._prefill in workers and is_transient(error)
 
     def _others_left(self) -> bool:
         try:

@@ -126,7 +126,7 @@ class Session:
             self._course.closed()
         elif self._late is not None:
             self._late.closed()
-        else:
+        elif self.alive:  # else the request's second call was the last
             self.finish()
 
     def end(self, error: GatewayError) -> None:
@@ -270,13 +270,12 @@ class Session:
 
     def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:
         """The course of a request that one worker of the pair answers alone."""
-        record, placer = self.record, self.gateway.placer
-        record.kv, record.note = alone.kv.value, alone.why
+        placer = self.gateway.placer
         workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request.model, pair.prefill)
         if request.api is RESPONSES and isinstance(before := request.body.get("previous_response_id"), str):
             keeper = self.gateway.stored.keeper(before, placer.all_decodes())
             workers = workers if keeper is None else (keeper,)
-        return DirectCourse.alone(self, head, request, workers)
+        return DirectCourse.alone(self, head, request, workers, alone)
 
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:
         """The course of a request about a stored response. Raises GatewayError when nobody can be asked for it."""

@@ -79,6 +79,14 @@ class Handoff(Protocol):
         """The decode leg starts only when the prefill leg is done."""
 
     @property
+    def tells_tokens(self) -> bool:
+        """The prompt's token ids can be told to the decode worker, if the prefill was asked for them."""
+
+    @property
+    def waivable(self) -> bool:
+        """A decode worker can do without a prefill."""
+
+    @property
     def prefixes_ids(self) -> bool:
         """The engine names a request after its ``x-request-id``, with a prefix of the API before it."""
 

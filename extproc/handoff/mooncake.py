@@ -47,7 +47,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
     name = "mooncake"
 
     def __init__(self, *, in_turn: bool = False) -> None:
-        self.in_turn = in_turn
+        self.in_turn = self.tells_tokens = in_turn
         self.lets_finish = not in_turn
 
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:
@@ -84,11 +84,13 @@ class MooncakeHandoff(vllm.VllmHandoff):
         self, request: InferenceRequest, plan: Plan, edits: Edits, answer: bytes, *, trust_client: bool = False
     ) -> Handed:
         """See Handoff. Where the cache is was known before."""
-        params = plan.params if answer else b""
-        if params and (cached := _cached_tokens(answer)) is not None:
-            params = JsonObject(params).edited({"remote_prefill_cached_tokens": b"%d" % cached})
-        body = vllm.decode_body(request, edits, params, trust_client=trust_client)
-        return Handed(body, Kv.HANDED if params else Kv.RECOMPUTED, params)
+        if not answer:
+            return Handed(vllm.decode_body(request, edits, b"", trust_client=trust_client), Kv.RECOMPUTED)
+        told = plan.params
+        if (cached := _cached_tokens(answer)) is not None:
+            told = JsonObject(told).edited({"remote_prefill_cached_tokens": b"%d" % cached})
+        told = vllm.with_token_ids(told, answer)
+        return Handed(vllm.decode_body(request, edits, told, trust_client=trust_client), Kv.HANDED, plan.params)
 
     def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
         """See Handoff."""

@@ -34,6 +34,7 @@ class NixlHandoff(vllm.VllmHandoff):
 
     name = "nixl"
     in_turn = True
+    tells_tokens = True
 
     def plan(
         self,

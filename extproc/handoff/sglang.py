@@ -70,6 +70,8 @@ class SglangHandoff:
     in_turn = False
     lets_finish = False
     prefixes_ids = False
+    waivable = False
+    tells_tokens = False
 
     def __init__(self) -> None:
         self._rooms = Rooms()

@@ -157,6 +157,8 @@ class VllmHandoff:
     live = 0  # there are no rooms
     lets_finish = False
     prefixes_ids = True
+    waivable = True
+    tells_tokens = False
 
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:  # noqa: ARG002 - Handoff's signature
         """See Handoff."""
