@@ -235,10 +235,6 @@ def test_of_a_list_of_prompts_the_one_whose_prefill_failed_is_freed(rig, which):
     rig.assert_nothing_is_left()
 
 
-NOT_UNPINNED = pytest.mark.xfail(strict=True, reason="nobody looks at how a prefill that was let finish ends")
-
-
-@NOT_UNPINNED
 @pytest.mark.parametrize("why", [leaves, expires])
 def test_a_decode_is_freed_too_when_a_prefill_that_was_let_finish_fails(rig, why):
     """Its memory is kept although its own leg has ended: for that the prefill is let finish."""
@@ -250,7 +246,6 @@ def test_a_decode_is_freed_too_when_a_prefill_that_was_let_finish_fails(rig, why
     assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body))]
 
 
-@NOT_UNPINNED
 def test_a_decode_of_a_list_is_freed_too_when_a_prefill_that_was_let_finish_fails(rig):
     client = rig.post("/v1/completions", LIST)
     legs = prefills(rig)

@@ -279,13 +279,7 @@ def test_a_decode_that_refuses_may_have_told_nobody(rig, status):
     assert [params for _, params in forgotten(rig)] == [PARAMS]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(code, marks=pytest.mark.xfail(strict=True, reason="any word of Envoy's counts as unreachable"))
-        for code in ("decode_connection_lost", "decode_timeout")
-    ],
-)
+@pytest.mark.parametrize("code", ["decode_connection_lost", "decode_timeout"])
 def test_the_others_of_the_list_can_free_what_a_decode_that_died_was_to_fetch(rig, code):
     client = rig.post(PATH, CHAT)
     leg(rig).answer(body=ANSWER)
@@ -508,7 +502,6 @@ def test_the_egress_listeners_trouble_is_waited_out_on_the_same_pair():
     end(client, rig)
 
 
-@pytest.mark.xfail(strict=True, reason="whether somebody is left is asked by choosing somebody")
 def test_another_attempt_goes_to_the_next_in_turn():
     rig = Rig(*nixl(prefills=(1, 2, 3)), retry=STEADY)
     client = rig.post(PATH, CHAT)

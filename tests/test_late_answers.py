@@ -511,7 +511,6 @@ def test_decode_workers_that_cannot_be_reached_are_all_left_out():
     end(rig, client, second)
 
 
-@pytest.mark.xfail(strict=True, reason="a new attempt keeps the note of the one before")
 def test_the_second_attempts_record_does_not_keep_what_was_said_of_the_first():
     rig = Rig(*nixl(), retry=STEADY)
     client = rig.post(PATH, CHAT)

@@ -140,7 +140,6 @@ def test_a_second_attempt_is_named_after_the_worker_that_it_goes_to():
     assert destination(asked(rig, f"{PATH}/{name}")) == destinations[0]
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="relayed attempts do not name responses")
 def test_a_response_made_after_the_release_of_the_first_attempt_is_found():
     """A decode that refuses is followed by another one, whose answer is relayed."""
     rig = Rig(*nixl(), retry=RetryPolicy(jitter=0))
@@ -159,7 +158,6 @@ def test_a_response_made_after_the_release_of_the_first_attempt_is_found():
     assert destination(asked(rig, f"{PATH}/{name}")) == "127.0.0.1:12"
 
 
-@pytest.mark.xfail(strict=True, reason="the handoff names what has been named: request_id is in the body twice")
 def test_a_response_of_sglang_has_one_name():
     rig = Rig()
     client = rig.post(PATH, BODY)

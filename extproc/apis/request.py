@@ -44,6 +44,7 @@ _DECISIVE: Final = CONTROL_FIELDS | {
     "input",
     "token_ids",
     "sampling_params",
+    "vllm_xargs",
     "return_logprob",
     "echo",
     "logprobs",

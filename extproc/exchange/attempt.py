@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing
@@ -23,6 +24,7 @@ from extproc.exchange.legs import (
 )
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import NO_PARAMS, WAIVED
+from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Kv, Plan
 from extproc.merge.parts import Joint, leg_edits
 from extproc.policies.placement import Pair
@@ -85,6 +87,7 @@ class _Part:
         self._attempt.answered(self, headers)
         if 200 <= status < 300:
             self.params = b""  # the decode has the request: it fetches the cache, or has it freed when it is aborted
+            self._attempt.kept(self)
             self._attempt.events.decode_head(headers)
         else:
             if self.plan is not None and not self.params:
@@ -145,6 +148,7 @@ class Attempt:
         pair, self._handoff = placed
         self._joint = joint
         self._keep_prefills = keep_prefills
+        self._unreachable = False  # none of the decode workers accepts a connection
         self.events = events
         self.prefill = pair.prefill
         self._decodes = pair.decodes
@@ -152,7 +156,8 @@ class Attempt:
         record = session.record
         record.handoff = self._handoff.name
         record.prefill = pair.prefill.name
-        record.kv = Kv.HANDED.value
+        record.kv, record.note, record.decode = Kv.HANDED.value, "", ""
+        self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0])
 
     @property
     def busy(self) -> bool:
@@ -187,7 +192,8 @@ class Attempt:
         """End every leg that is out, on its worker too."""
         for part in self._parts:
             if part.prefill is not None and self._handoff.lets_finish:
-                part.leftover = Leftover(self._session.gateway, part.prefill, self.prefill)
+                assert part.plan is not None
+                part.leftover = Leftover(self._session.gateway, part.prefill, self.prefill, part.plan)
                 part.prefill = None
             elif part.prefill is not None:
                 part.prefill.cancel()
@@ -200,8 +206,14 @@ class Attempt:
                 # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
                 self._abort(part, (part.worker,) if part.headed else self._decodes)
             params, part.params = part.params, b""
-            if params:
-                self._order(self._handoff.forgets(params), [self._decodes])
+            if params and (workers := self._reachable()):
+                self._order(self._handoff.forgets(params), [workers])
+
+    def _reachable(self) -> Sequence[Worker]:
+        """Decode workers that can have a prefill free what it holds."""
+        if not self._unreachable:
+            return self._decodes
+        return self._session.gateway.placer.decodes(self._request.model, self._decodes[0], self._decodes)
 
     def finish(self) -> None:
         """The same, and give back what the attempt took."""
@@ -235,16 +247,33 @@ class Attempt:
             Role.DECODE,
             part.worker,
             lambda _: None,
-            lambda error: self.events.leg_failed(error, (part.worker,) if part.headed else self._decodes),
+            lambda error: self._refused(part, error),
             is_failure=self._handoff.failed,
         )
 
+    def kept(self, part: _Part) -> None:
+        """A decode leg answers 2xx: its worker may keep the answer."""
+        if self._stored:
+            self._session.gateway.stored.made(self._stored, part.worker)
+
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _refused(self, part: _Part, error: GatewayError) -> None:
+        self._unreachable = error.fault.code.endswith("_unreachable")
+        self.events.leg_failed(error, self._decodes if self._unreachable else (part.worker,))
+
+    def _edits(self, part: _Part) -> LegEdits:
+        """In what the part's legs differ from the client's request."""
+        edits = leg_edits(self._request, self._joint, part.index)
+        if not self._members:
+            return edits
+        prefill, decode = [Edits({**leg.put, **self._members}, leg.drop) for leg in edits[:2]]
+        return LegEdits(prefill, decode, edits.prompt_logprobs)
 
     def _send(self, part: _Part) -> None:
         session, handoff = self._session, self._handoff
         gateway = session.gateway
-        edits = leg_edits(self._request, self._joint, part.index)
+        edits = self._edits(part)
         plan = handoff.plan(self._request, self.prefill, edits, trust_client=gateway.config.trust_client)
         part.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
         answer = WholeAnswer(
@@ -293,7 +322,7 @@ class Attempt:
         plan, session = part.plan, self._session
         assert plan is not None
         config = session.gateway.config
-        edits = leg_edits(self._request, self._joint, part.index)
+        edits = self._edits(part)
         handed = self._handoff.handed(self._request, plan, edits.decode, answer, trust_client=config.trust_client)
         part.params = handed.params
         if handed.kv is not Kv.HANDED and answer:
@@ -304,13 +333,15 @@ class Attempt:
         return True
 
     def _prefill_failed(self, part: _Part, error: GatewayError) -> None:
+        pair = Pair(self.prefill, self._decodes)
         if part.leftover is not None:
             part.leftover.over()
+            unpin(self._session, self._head, pair, self._handoff, part.leftover.plan, error)
             return
         self._prefill_over(part)
         part.params = b""  # nothing was computed that could be freed
         if part.decode is not None and part.plan is not None:
-            unpin(self._session, self._head, Pair(self.prefill, self._decodes), self._handoff, part.plan, error)
+            unpin(self._session, self._head, pair, self._handoff, part.plan, error)
         self._session.record.prefill_ended = self._session.gateway.clock.now()
         self.events.leg_failed(error, (self.prefill,))
 

@@ -51,7 +51,10 @@ class RetryPolicy:
 
     def pause(self, failures: int) -> float:
         """Seconds to wait after so many failures."""
-        seconds = min(self.initial * self.multiplier ** (failures - 1), self.maximum)
+        try:
+            seconds = min(self.initial * self.multiplier ** (failures - 1), self.maximum)
+        except OverflowError:
+            seconds = self.maximum
         return seconds * (1 + self.jitter * (2 * random.getrandbits(32) / _FRACTION - 1))
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from extproc.apis.json_object import NO_EDITS, Edits, LegEdits
 from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, InferenceRequest
-from extproc.apis.table import CHAT, RESPONSES, Flow
+from extproc.apis.table import CHAT
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
@@ -29,15 +28,15 @@ from extproc.exchange.legs import (
 )
 from extproc.exchange.machine import Event, Outside, State, rule_of
 from extproc.exchange.placed import Placed
-from extproc.exchange.record import NO_PARAMS, WAIVED, named, server_timing
-from extproc.exchange.relayed import Origin, RelayedCourse
+from extproc.exchange.record import NO_PARAMS, WAIVED
+from extproc.exchange.relayed import RelayedCourse
+from extproc.exchange.released import answer_mutation, head_reply
+from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
 from extproc.merge.parts import joint_of
-from extproc.names import CLUSTER
 from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
-from extproc.workers.endpoints import PREFILL_CLUSTER
 from extproc.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ _log: Final = logging.getLogger(__name__)
 _LAST: Final = (Event.CLOSED, Event.LINGERED)  # after these nothing more will happen
 WHOLE: Final = LegEdits()
 _WITH_TOKEN_IDS: Final = Edits({"return_token_ids": b"true"})
-_NO_AUTHORIZATION: Final = wire.remove_header(b"authorization")
-_PREFILL_CLUSTER: Final = wire.set_header(CLUSTER.encode(), PREFILL_CLUSTER.encode())
-_JSON: Final = wire.set_header(b"content-type", b"application/json")
 
 
 class DirectCourse:
@@ -142,7 +138,7 @@ class DirectCourse:
     def _serve_alone(self, workers: Sequence[Worker], alone: Alone | None) -> None:
         self._upstreams, self._decode = workers, workers[0]
         self._prefill = self._handoff = None
-        self._name_response(workers[0])
+        self._name(workers[0])
         drop = () if self._session.gateway.config.trust_client else CONTROL_FIELDS
         self._body = self._request.body.edited(self._edits.decode.put, drop)
         record = self._session.record
@@ -150,18 +146,11 @@ class DirectCourse:
         if alone is not None:
             record.kv, record.note = alone.kv.value, alone.why
 
-    def _name_response(self, worker: Worker) -> None:
-        """Name a response that ``worker`` will make, unless the client did, so that it can be found again."""
-        request = self._request
-        if request.api is not RESPONSES:
-            return
-        given = request.body.get("request_id") if "request_id" in request.body else None
-        if isinstance(given, str):
-            self._stored = given
-            return
-        name = self._stored = self._session.gateway.stored.name(worker)
-        edits = Edits({"request_id": b'"%b"' % name.encode()})
-        self._edits = LegEdits(edits, edits)
+    def _name(self, worker: Worker) -> None:
+        """Name a response that ``worker`` will make, so that it can be found again."""
+        self._stored, members = naming(self._session.gateway.stored, self._request, worker)
+        edits = Edits(members) if members else NO_EDITS
+        self._edits = LegEdits(edits, edits) if members else WHOLE
 
     def _place(self, placed: Placed) -> None:
         """Prepare an attempt."""
@@ -170,7 +159,7 @@ class DirectCourse:
         self._upstreams, self._decode = pair.decodes, pair.decodes[0]
         self._prefill, self._handoff = pair.prefill, handoff
         self._hold = handoff.hold(self._request)
-        self._name_response(self._decode)
+        self._name(self._decode)
         self._ask_token_ids()
         plan = self._plan = handoff.plan(
             self._request, pair.prefill, self._edits, trust_client=gateway.config.trust_client
@@ -180,7 +169,7 @@ class DirectCourse:
         record = self._session.record
         record.handoff = handoff.name
         record.prefill = pair.prefill.name
-        record.kv = Kv.HANDED.value
+        record.kv, record.note, record.decode = Kv.HANDED.value, "", ""
 
     def _ask_token_ids(self) -> None:
         """Have the prefill tell the prompt's token ids, where every decode worker that may serve takes them.
@@ -276,12 +265,9 @@ class DirectCourse:
         self._body = b""
         if self._leg is not None:  # both legs are out: an aborted decode tells the prefill itself
             self._params = b""
-        metadata = wire.destination_metadata(destinations(self._upstreams))
-        mutation = self._request_mutation(decode, body)
-        chosen = decode.role is Role.PREFILL and self._request.api.flow is Flow.PAIR
-        if chosen:
-            mutation += _PREFILL_CLUSTER
-        session.call.send(wire.request_headers_reply(mutation, metadata, reroute=chosen))
+        session.call.send(
+            head_reply(session, self._head, self._request, decode, self._path, body, destinations(self._upstreams))
+        )
         if body is None:
             return
         # A client's trailers end here, unanswered: no engine reads any. Were they released behind a body that the
@@ -301,11 +287,7 @@ class DirectCourse:
             record.prefill = self._decode.name
         else:
             record.decode = self._decode.name
-        mutation = wire.set_header(b"x-request-id", record.request_id)
-        if session.gateway.config.response_headers:
-            mutation += wire.set_header(b"server-timing", server_timing(record))
-            mutation += _names(record.prefill, record.decode, record.handoff, record.kv, record.attempts)
-        session.call.send(wire.response_headers_reply(mutation + wire.REMOVE_UPSTREAM))
+        session.call.send(wire.response_headers_reply(answer_mutation(session)))
 
     def hold_head(self) -> None:
         """See Outside."""
@@ -333,8 +315,9 @@ class DirectCourse:
         if leg is None or prefill is None or handoff is None:
             return
         if handoff.lets_finish:
+            assert self._plan is not None
             self._leg = None
-            self._leftover = Leftover(self._session.gateway, leg, prefill)
+            self._leftover = Leftover(self._session.gateway, leg, prefill, self._plan)
             return
         leg.cancel()
         self._prefill_over()
@@ -347,20 +330,21 @@ class DirectCourse:
 
     def relay(self) -> None:
         """See Outside."""
-        session, attempts, error = self._session, self._attempts, self._error
+        session, error = self._session, self._error
         assert self._prefill is not None
         assert self._handoff is not None
-        assert attempts is not None
         assert error is not None
-        asked = self._status != 0
-        joint = joint_of(self._request, self._prefill.runtime)
-        origin = Origin(self._prefill, self._handoff, attempts)
-        course = RelayedCourse(session, self._head, self._request, joint, origin)
+        pair = Pair(self._prefill, self._upstreams)
+        course = RelayedCourse(
+            session,
+            self._head,
+            self._request,
+            joint_of(self._request, self._prefill.runtime),
+            Placed(pair, self._handoff),
+            self._known_attempts(),
+        )
         session.hand_on(course)
-        if self._waives:
-            course.go_on_without_prefill(error, asked=asked)
-        else:
-            course.go_on(error, self._pause, asked=asked)
+        course.go_on(error, None if self._waives else self._pause, asked=self._status != 0)
 
     def give_back(self) -> None:
         """See Outside."""
@@ -426,20 +410,21 @@ class DirectCourse:
         return not answer or config.kv_missing is KvMissing.RECOMPUTE
 
     def _prefill_failed(self, error: GatewayError) -> None:
+        session, prefill, handoff = self._session, self._prefill, self._handoff
+        assert prefill is not None
+        assert handoff is not None
+        pair = Pair(prefill, self._upstreams)
         if self._leftover is not None:
             self._leftover.over()
+            unpin(session, self._head, pair, handoff, self._leftover.plan, error)
             return
-        prefill = self._prefill
-        assert prefill is not None
         self._prefill_over()
-        session = self._session
         session.record.prefill_ended = session.gateway.clock.now()
         self._error = error
         self._params = b""  # nothing was computed that could be freed
         report(session.gateway, (prefill,), error)
-        plan, handoff = self._plan, self._handoff
-        if self._released and plan is not None and handoff is not None:
-            unpin(session, self._head, Pair(prefill, self._upstreams), handoff, plan, error)
+        if self._released and self._plan is not None:
+            unpin(session, self._head, pair, handoff, self._plan, error)
         self._fire(self._after(error, prefill))
 
     def _after(self, error: GatewayError, prefill: Worker) -> Event:
@@ -474,18 +459,20 @@ class DirectCourse:
 
     def _may_try_again(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
         """Whether there is to be another attempt, without ``workers``, after ``error``; sets the pause before it."""
-        gateway, attempts = self._session.gateway, self._attempts
-        if attempts is None:
-            attempts = self._attempts = Attempts(gateway.config.retry, self._session.deadline)
+        gateway, attempts = self._session.gateway, self._known_attempts()
         pause = attempts.after(error, workers, gateway.clock.now())
-        if pause is None:
-            return False
-        try:  # who is left is known now; whether they still are after the pause, then
-            gateway.placer.pair(self._request.model, attempts.failed, self._prefill)
-        except GatewayError:
+        assert self._prefill is not None
+        # Who is left is known now; whether they still are after the pause, then.
+        if pause is None or not gateway.placer.has_pair(self._request.model, attempts.failed, self._prefill):
             return False
         self._pause = pause
         return True
+
+    def _known_attempts(self) -> Attempts:
+        """The request's attempts; most have one, and need not count."""
+        if self._attempts is None:
+            self._attempts = Attempts(self._session.gateway.config.retry, self._session.deadline)
+        return self._attempts
 
     def _try_again(self) -> None:
         gateway, attempts, handoff = self._session.gateway, self._attempts, self._handoff
@@ -525,7 +512,7 @@ class DirectCourse:
         params, self._params = self._params, b""
         if params and self._handoff is not None:
             workers = self._upstreams
-            if self._local_reply:  # none of these can be reached
+            if self._local_reply.endswith("_unreachable"):
                 workers = self._session.gateway.placer.decodes(self._request.model, self._decode, workers)
             if workers:
                 self._order(self._handoff.forgets(params), [workers])
@@ -556,31 +543,6 @@ class DirectCourse:
                 worker.load += 1
                 self._decode = worker
                 return
-
-    def _request_mutation(self, worker: Worker, body: bytes | None) -> bytes:
-        head = self._head
-        fields = head.fields
-        mutation = b"" if body is None else wire.set_header(b"content-length", b"%d" % len(body))
-        leg_id = self._session.record.leg_id
-        if fields.get("x-request-id") != leg_id:
-            mutation += wire.set_header(b"x-request-id", leg_id)
-        if self._request.api.worker_path != self._request.api.path:
-            mutation += wire.set_header(b":path", self._path)
-        if worker.api_key is not None:
-            mutation += wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode())
-        elif self._session.gateway.api_key is not None:
-            mutation += _NO_AUTHORIZATION  # it is the gateway's own key
-        if body is not None and not fields.get("content-type", b"").startswith(b"application/json"):
-            mutation += _JSON
-        for name in head.withheld:
-            mutation += wire.remove_header(name)
-        return mutation
-
-
-@lru_cache(4096)  # there are few pairs
-def _names(prefill: str, decode: str, handoff: str, kv: str, attempts: int) -> bytes:
-    """The header mutation that names who serves."""
-    return b"".join([wire.set_header(*pair) for pair in named(prefill, decode, handoff, kv, attempts)])
 
 
 if TYPE_CHECKING:

@@ -218,9 +218,10 @@ class Leftover:
     It counts on its worker as long as it is out; not for ever, though.
     """
 
-    __slots__ = ("_leg", "_limit", "_worker")
+    __slots__ = ("_leg", "_limit", "_worker", "plan")
 
-    def __init__(self, gateway: Gateway, leg: Leg, worker: Worker) -> None:
+    def __init__(self, gateway: Gateway, leg: Leg, worker: Worker, plan: Plan) -> None:
+        self.plan = plan  # for the decode that may still wait, should the leg fail
         self._leg = leg
         self._worker = worker
         self._limit = gateway.clock.after(LEFTOVER_SECONDS, self._give_up)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
@@ -25,7 +25,6 @@ from extproc.exchange.legs import report
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import naming_headers, server_timing
-from extproc.handoff.handoff import Handoff
 from extproc.merge.answer import joined_answer
 from extproc.merge.parts import Joint
 from extproc.policies.placement import Pair
@@ -47,21 +46,14 @@ class _Phase(Enum):
     OVER = "over"
 
 
-class Origin(NamedTuple):
-    """How a request was placed, and tried, until now."""
-
-    prefill: Worker
-    handoff: Handoff
-    attempts: Attempts
-
-
 class RelayedCourse:
     """The Course of a relayed request; its attempt's AttemptEvents.
 
     Args:
         session, head, request: the request.
         joint: in what parts it is served.
-        origin: how it was placed.
+        placed: where, the first time.
+        attempts: at it, until now.
     """
 
     __slots__ = (
@@ -74,22 +66,29 @@ class RelayedCourse:
         "_joint",
         "_late",
         "_outlet",
+        "_pair",
         "_paused",
         "_phase",
-        "_prefill",
         "_request",
         "_session",
         "_timer",
     )
 
     def __init__(
-        self, session: Session, head: RequestHead, request: InferenceRequest, joint: Joint, origin: Origin
+        self,
+        session: Session,
+        head: RequestHead,
+        request: InferenceRequest,
+        joint: Joint,
+        placed: Placed,
+        attempts: Attempts,
     ) -> None:
         """Raises GatewayError when the request cannot be split."""
         self._session = session
         self._head = head
         self._request = request
-        self._prefill, self._handoff, self._attempts = origin
+        self._pair, self._handoff = placed
+        self._attempts = attempts
         self._joint = joint
         self._phase = _Phase.WAITING
         self._paused = False
@@ -100,42 +99,27 @@ class RelayedCourse:
         self._late: LateReply | None = None
         self._outlet: Outlet = LocalReply(session)
 
-    @classmethod
-    def placed(
-        cls, session: Session, head: RequestHead, request: InferenceRequest, joint: Joint, placed: Placed
-    ) -> RelayedCourse:
-        """A request that has not been sent anywhere. Raises GatewayError when it cannot be split."""
-        attempts = Attempts(session.gateway.config.retry, session.deadline)
-        course = cls(session, head, request, joint, Origin(placed.pair.prefill, placed.handoff, attempts))
-        course._place(placed.pair)
-        return course
-
     # -- Course ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """See Course."""
-        assert self._attempt is not None
         self._session.record.sent = self._session.gateway.clock.now()
-        self._attempt.send()
+        self._place(self._pair).send()
 
-    def go_on(self, error: GatewayError, pause: float, *, asked: bool) -> None:
+    def go_on(self, error: GatewayError, pause: float | None, *, asked: bool) -> None:
         """Take over a request that was released to a decode worker in vain.
 
         Args:
             error: why.
-            pause: seconds until the next attempt begins.
+            pause: seconds until the next attempt begins; None where the decode is to do without the prefill.
             asked: Envoy has the head of a worker's answer, and waits for our word on it.
         """
         self._outlet = self._late = LateReply(self._session, self._gone, self.drained)
         self._late.open(error, asked=asked)
-        self._timer = self._session.gateway.clock.after(pause, lambda: self._try_again(error))
-
-    def go_on_without_prefill(self, error: GatewayError, *, asked: bool) -> None:
-        """The same, for a prefill that the decode worker is to do without."""
-        self.go_on(error, 0.0, asked=asked)
-        self._stop_timer()
-        self._joint = self._joint.without_prefills()
-        self._again(error, Attempt.send_decodes)
+        if pause is None:
+            self._waive()
+        else:
+            self._timer = self._session.gateway.clock.after(pause, lambda: self._try_again(error))
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002
         """See Course."""
@@ -196,8 +180,7 @@ class RelayedCourse:
         if self._phase is not _Phase.WAITING:
             self._fail(error)
         elif self._may_waive(error, workers):
-            self._joint = self._joint.without_prefills()
-            self._again(error, Attempt.send_decodes)
+            self._waive()
         elif (pause := self._attempts.after(error, workers, gateway.clock.now())) is None or not self._others_left():
             self._fail(error)
         else:
@@ -209,35 +192,35 @@ class RelayedCourse:
     def _may_waive(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
         """Whether the decode may do without a prefill that failed."""
         waives = self._session.gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
-        return waives and self._handoff.waivable and self._prefill in workers and is_transient(error)
+        return waives and self._handoff.waivable and self._pair.prefill in workers and is_transient(error)
+
+    def _waive(self) -> None:
+        """Have the decode workers do without the prefills: they compute all that is asked for themselves."""
+        self._drop_attempt()
+        self._joint = self._joint.without_prefills()
+        self._place(self._pair).send_decodes()
 
     def _others_left(self) -> bool:
-        try:
-            self._session.gateway.placer.pair(self._request.model, self._attempts.failed, self._prefill)
-        except GatewayError:
-            return False
-        return True
+        placer = self._session.gateway.placer
+        return placer.has_pair(self._request.model, self._attempts.failed, self._pair.prefill)
 
     def _try_again(self, error: GatewayError) -> None:
-        self._timer = None
-        self._session.record.attempts = self._attempts.number
-        self._again(error, Attempt.send)
-
-    def _again(self, error: GatewayError, send: Callable[[Attempt], None]) -> None:
         """Make another attempt; where there is nobody for it, the last one's ``error`` is the client's."""
-        self._drop_attempt()
+        self._timer = None
+        session = self._session
+        session.record.attempts = self._attempts.number
         try:
-            pair = self._session.gateway.placer.pair(self._request.model, self._attempts.failed, self._prefill)
+            pair = session.gateway.placer.pair(self._request.model, self._attempts.failed, self._pair.prefill)
             if self._handoff.alone(self._request, pair.prefill) is not None:
                 raise error  # it cannot hand over, although its like can: nobody has told its engine id
             attempt = self._place(pair)
         except GatewayError:
             self._fail(error)
         else:
-            send(attempt)
+            attempt.send()
 
     def _place(self, pair: Pair) -> Attempt:
-        self._prefill = pair.prefill
+        self._pair = pair
         self._headers = ()
         self._answer = joined_answer(self._request, self._joint)
         attempt = self._attempt = Attempt(

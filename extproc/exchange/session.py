@@ -13,6 +13,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
+from extproc.exchange.attempts import Attempts
 from extproc.exchange.clock import ABANDONED
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.gateway import Gateway
@@ -265,7 +266,8 @@ class Session:
         placed = Placed(pair, handoff)
         joint = joint_of(request, pair.prefill.runtime)
         if joint.parts > 1 or joint.prompt_logprobs:
-            return RelayedCourse.placed(self, head, request, joint, placed)
+            attempts = Attempts(gateway.config.retry, self.deadline)
+            return RelayedCourse(self, head, request, joint, placed, attempts)
         return DirectCourse.paired(self, head, request, placed)
 
     def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:

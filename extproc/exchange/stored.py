@@ -8,11 +8,13 @@ the end, or the client chose the name, this gateway remembers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
+from extproc.apis.request import InferenceRequest
+from extproc.apis.table import RESPONSES
 from extproc.workers.worker import Worker
 
 PREFIX: Final = "resp_"
@@ -47,6 +49,20 @@ class StoredResponses:
             if (worker.name == known) if known is not None else (_tag(worker.name) == tag):
                 return worker
         return None
+
+
+def naming(stored: StoredResponses, request: InferenceRequest, worker: Worker) -> tuple[str, Mapping[str, bytes]]:
+    """The name under which ``worker`` may keep its answer to ``request``, and what the legs' bodies say of it.
+
+    Empty for what is never kept. A name that the client chose is left as it is.
+    """
+    if request.api is not RESPONSES:
+        return "", {}
+    given = request.body.get("request_id") if "request_id" in request.body else None
+    if isinstance(given, str):
+        return given, {}
+    name = stored.name(worker)
+    return name, {"request_id": b'"%b"' % name.encode()}
 
 
 @lru_cache(4096)

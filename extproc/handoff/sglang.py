@@ -143,7 +143,7 @@ def _plan(
     members = _bootstrap_members(prefill, rooms, request.prompts)
     names: Sequence[str] = ()
     key = request.api.rid_key
-    if key is not None and key not in body:
+    if key is not None and key not in body and key not in edits.put:
         rid = f"{request.api.rid_prefix}{random.getrandbits(128):032x}"
         members += b',"%b":"%b"' % (key.encode(), rid.encode())
         names = _names_of(rid, request.prompts)

@@ -60,10 +60,7 @@ class Placer:
             GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one, or
                 ``no_compatible_pd_pair``.
         """
-        prefills = _others(self._fleet.usable(Role.PREFILL, model), without)
-        if like is not None:
-            prefills = tuple(prefill for prefill in prefills if prefill.pairing == like.pairing)
-        decodes = _others(self._fleet.usable(Role.DECODE, model), without)
+        prefills, decodes = self._candidates(model, without, like)
         if not prefills or not decodes:
             raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
         any_model = model is None
@@ -75,6 +72,19 @@ class Placer:
                 same = decodes if len(partners) == len(decodes) else partners
                 return Pair(prefill, _of_one_key(self._decode.rank(same, CANDIDATES)))
         raise _incompatible(prefills, decodes)
+
+    def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
+        """Whether :meth:`pair` would find one; no policy is told of the question."""
+        prefills, decodes = self._candidates(model, without, like)
+        return any(_partners(prefill, decode, any_model=model is None) for prefill in prefills for decode in decodes)
+
+    def _candidates(
+        self, model: str | None, without: Collection[Worker], like: Worker | None
+    ) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        prefills = _others(self._fleet.usable(Role.PREFILL, model), without)
+        if like is not None:
+            prefills = tuple(prefill for prefill in prefills if prefill.pairing == like.pairing)
+        return prefills, _others(self._fleet.usable(Role.DECODE, model), without)
 
     def _all_alike(self, prefills: Sequence[Worker], decodes: Sequence[Worker], *, any_model: bool) -> bool:
         """Whether each of ``prefills`` may be paired with each of ``decodes``, as in most fleets."""
