@@ -39,7 +39,7 @@ class _Command:
 
 COMMANDS = {
     "launch": _Command("extproc.launch", "start the gateway: Envoy and the service beside it"),
-    "demo": _Command("extproc.demo", "start everything with mock workers and show a request"),
+    "demo": _Command("extproc.demo.cli", "start everything, with mock workers or real vLLM, and show a few requests"),
     "mock": _Command("extproc.mock.cli", "start one mock worker"),
     "envoy-config": _Command("extproc.envoy_config", "print the Envoy configuration that launch would use"),
 }

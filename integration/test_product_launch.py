@@ -36,6 +36,11 @@ STOPPING = {
     "envoy-late": AT_ONCE,
     "killed": (),
 }
+DEMOS = {
+    "demo": (),
+    "demo vllm": ("--engine", "vllm"),
+    "demo mooncake": ("--engine", "vllm", "--kv-connector", "mooncake"),
+}
 NO_PORTS = ("--port", "0", "--envoy-admin-port", "0", "--prometheus-port", "0")
 
 
@@ -82,7 +87,8 @@ async def programs(both: Workers, tmp_path_factory: pytest.TempPathFactory) -> A
         programs.prepare_run(flag, *launch, "--run-dir", str(directory / flag), flag, taken)
     missing = ["--run-dir", str(directory / "missing"), "--envoy-path", "/nonexistent/envoy"]
     programs.prepare_run("missing", *launch, *missing)
-    programs.prepare_run("demo", "demo", "--once", "--port", "0")
+    for name, options in DEMOS.items():
+        programs.prepare_run(name, "demo", "--once", "--port", "0", *options)
     printed = ["--pd-disaggregation", "--decode", "http://127.0.0.1:1", "--run-dir", "/tmp/pd", "--access-log"]
     programs.prepare_run("envoy-config", "envoy-config", *printed)
     yield programs
@@ -327,11 +333,26 @@ async def test_the_version():
     assert (await process.communicate())[0].decode() == out
 
 
-async def test_the_demo_shows_and_ends(programs: Programs):
-    status, out, error = await programs.result("demo")
-    assert status == 0, out + error
+@pytest.mark.parametrize("name", DEMOS)
+async def test_the_demo_shows_and_ends(programs: Programs, name: str):
+    status, out, error = await programs.result(name)
+    assert (status, error) == (0, ""), out + error
     assert "prefill" in out
     assert "decode" in out
+
+
+@pytest.mark.parametrize("name", ["demo vllm", "demo mooncake"])
+async def test_the_demo_shows_how_vllm_hands_over(programs: Programs, name: str):
+    _, out, _ = await programs.result(name)
+    assert out.count("~ max_tokens         1\n") == 4  # of each prefill leg: two chats, two prompts of a list
+    assert out.count('"do_remote_prefill":true') == (8 if name == "demo vllm" else 4)  # NIXL's prefills answer it, too
+    assert out.count("KV cache: transferred") == 3
+
+
+async def test_the_demo_shows_the_order_of_nixls_legs(programs: Programs):
+    _, out, _ = await programs.result("demo vllm")
+    steps = [line.split(" ms  ")[1] for line in out.splitlines() if " ms  " in line]
+    assert steps.index("prefill has answered: where its KV cache is") < steps.index("decode leg has arrived")
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
