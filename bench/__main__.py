@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import uvloop
 
-from bench import profiling, report
+from bench import late, profiling, report
+from bench.engine import Kind
 from bench.measure import CASES
 from bench.run import SYSTEMS, Plan, run
+from bench.systems import Launch
 
 
 def main() -> int:
@@ -24,13 +27,28 @@ def main() -> int:
         case = cases[0]
         print(uvloop.run(profiling.profile(case, concurrencies[-1], options.seconds)))
         return 0
-    systems = [system for system in SYSTEMS if not options.system or system.name in options.system]
     rounds = options.rounds or (2 if options.quick else 5)
-    result = uvloop.run(run(Plan(cases, systems, concurrencies, rounds, 0.2 if options.quick else 1.0)))
-    path = report.save(result)
+    share = 0.2 if options.quick else 1.0
+    if options.late:
+        result = uvloop.run(run(late.plan(concurrencies, rounds, share)))
+        path = report.save(result, "late-")
+    else:
+        systems = [system for system in SYSTEMS if not options.system or system.name in options.system]
+        if options.against:
+            systems.append(_other(options.against))
+        result = uvloop.run(run(Plan(cases, systems, concurrencies, rounds, share)))
+        path = report.save(result)
     print(report.table(result))
+    if options.late:
+        print(late.summary(result))
     print(f"written to {path}")
     return int(any(cell["problems"] for cell in result["cells"]))
+
+
+def _other(checkout: Path) -> Launch:
+    """The gateway of another checkout. Vllm cases are left to ours: the other may not know them."""
+    only = frozenset(case.name for case in CASES if case.kind is Kind.SGLANG)
+    return Launch(name="pd-extproc-other", checkout=checkout.resolve(), only=only)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="default 5, with --quick 2")
     parser.add_argument("--markdown", action="store_true", help="print the README's table from the newest result")
     parser.add_argument("--profile", action="store_true", help="say where the sidecar's time goes in one case")
+    parser.add_argument("--late", action="store_true", help="what late answers cost, instead of the cases")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="also measure another checkout's pd-extproc")
     parser.add_argument("--seconds", type=int, default=15, help="with --profile: how long to sample")
     return parser
 

@@ -41,15 +41,16 @@ class Child:
         *,
         pipe: bool = False,
         environment: Mapping[str, str] | None = None,
+        folder: Path = REPOSITORY,
     ) -> Child:
-        """Start ``command`` in the repository's folder. Raises OSError when it cannot be executed."""
+        """Start ``command`` in a checkout's folder. Raises OSError when it cannot be executed."""
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE if pipe else file,
                 stderr=file,
-                cwd=REPOSITORY,
+                cwd=folder,
                 env={**os.environ, **(environment or {})},
             )
         return cls(process, log)

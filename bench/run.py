@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.child import REPOSITORY
+from bench.engine import Kind
 from bench.environments import PEER_VERSION
 from bench.fleet import Fleet
 from bench.measure import NotReadyError, Window, idle_rates, measure, until_ready
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
     from bench.measure import Case
 
 _IDLE_SECONDS = 3.0
-_CACHE_AWARE = Peer(policy="cache_aware", name="smg-cache-aware")
-_CACHE_AWARE_CASE = "220k"
-SYSTEMS: tuple[System, ...] = (Direct(), Launch(), Peer(), _CACHE_AWARE)
+SYSTEMS: tuple[System, ...] = (
+    Direct(),
+    Launch(),
+    Launch(name="pd-extproc-no-ids", flags=("--no-token-reuse",), only=frozenset({"vllm-220k"})),
+    Peer(),
+    Peer(policy="cache_aware", name="smg-cache-aware", only=frozenset({"220k"})),
+)
 
 Result = dict[str, Any]  # the JSON document; its shape is written down in bench/README.md
 _Key = tuple[str, int, str]  # case, concurrency, system
@@ -48,31 +53,17 @@ class Plan:
 
 
 async def run(plan: Plan) -> Result:
-    """Run the plan. A system that cannot start is left out, with its reason in the result."""
-    prompts = {case.name: case.prompts() for case in plan.cases}
+    """Run the plan, one kind of worker after the other.
+
+    A system that cannot start is left out, with its reason in the result.
+    """
     windows: dict[_Key, list[Window]] = defaultdict(list)
+    skipped: dict[str, str] = {}
+    idle: dict[str, dict[str, float]] = {}
     load_before = os.getloadavg()[0]
-    async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-")))
-        fleet = await Fleet.start(folder)
-        stack.push_async_callback(fleet.stop)
-        systems, skipped = await _start_all(plan.systems, fleet, folder, stack)
-        idle = dict(zip([s.system.name for s in systems], await idle_rates(systems, _IDLE_SECONDS), strict=True))
-        for number in range(plan.rounds):
-            for case in plan.cases:
-                for concurrency in plan.concurrencies:
-                    for running in _turns(systems, case, number):
-                        _progress(f"round {number + 1}: {case.title}, c={concurrency}, {running.system.name}")
-                        window = await measure(
-                            running,
-                            fleet,
-                            case,
-                            prompts[case.name],
-                            concurrency=concurrency,
-                            requests=max(round(case.requests[concurrency] * plan.share), 2 * concurrency),
-                            idle=idle[running.system.name],
-                        )
-                        windows[case.name, concurrency, running.system.name].append(window)
+    for kind in Kind:
+        if cases := [case for case in plan.cases if case.kind is kind]:
+            await _run_kind(kind, replace(plan, cases=cases), windows, skipped, idle)
     _progress("")
     return {
         "environment": _environment(load_before),
@@ -88,6 +79,42 @@ async def run(plan: Plan) -> Result:
             if windows[case.name, concurrency, system.name]
         ],
     }
+
+
+async def _run_kind(
+    kind: Kind,
+    plan: Plan,
+    windows: dict[_Key, list[Window]],
+    skipped: dict[str, str],
+    idle_shares: dict[str, dict[str, float]],
+) -> None:
+    """The cases of one kind of worker; their windows and more are put into what is given."""
+    prompts = {case.name: case.prompts() for case in plan.cases}
+    mark = "" if kind is Kind.SGLANG else f" ({kind.value})"
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-")))
+        fleet = await Fleet.start(folder, kind)
+        stack.push_async_callback(fleet.stop)
+        wanted = [system for system in plan.systems if any(_takes_part(system, case) for case in plan.cases)]
+        systems, failed = await _start_all(wanted, fleet, folder, stack)
+        skipped |= {name + mark: reason for name, reason in failed.items()}
+        idle = dict(zip([s.system.name for s in systems], await idle_rates(systems, _IDLE_SECONDS), strict=True))
+        idle_shares |= {name + mark: shares for name, shares in idle.items()}
+        for number in range(plan.rounds):
+            for case in plan.cases:
+                for concurrency in plan.concurrencies:
+                    for running in _turns(systems, case, number):
+                        _progress(f"round {number + 1}: {case.title}, c={concurrency}, {running.system.name}")
+                        window = await measure(
+                            running,
+                            fleet,
+                            case,
+                            prompts[case.name],
+                            concurrency=concurrency,
+                            requests=max(round(case.requests[concurrency] * plan.share), 2 * concurrency),
+                            idle=idle[running.system.name],
+                        )
+                        windows[case.name, concurrency, running.system.name].append(window)
 
 
 async def _start_all(
@@ -110,11 +137,15 @@ async def _start_all(
 
 def _turns(systems: list[Running], case: Case, number: int) -> list[Running]:
     """The systems of one case in this round's order: each round another one begins."""
-    taking_part = [s for s in systems if s.system != _CACHE_AWARE or case.name == _CACHE_AWARE_CASE]
+    taking_part = [running for running in systems if _takes_part(running.system, case)]
     if not taking_part:
         return []
     first = number % len(taking_part)
     return taking_part[first:] + taking_part[:first]
+
+
+def _takes_part(system: System, case: Case) -> bool:
+    return not system.only or case.name in system.only
 
 
 def _summary(windows: list[Window]) -> Result:

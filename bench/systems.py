@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import aiohttp
+
 from bench import cpu, environments
-from bench.child import Child, free_ports
+from bench.child import REPOSITORY, Child, free_ports
+from bench.engine import Kind
 
 if TYPE_CHECKING:
     from bench.fleet import Fleet
 
 LOG_LEVEL = "error"  # of all systems: what they log per request is not what is compared
+_REGISTRATION_SECONDS = 30.0
 
 
 class UnavailableError(Exception):
@@ -37,6 +41,10 @@ class System(Protocol):
     @property
     def disaggregated(self) -> bool:
         """Every request makes a prefill and a decode leg; otherwise a decode leg only."""
+
+    @property
+    def only(self) -> frozenset[str]:
+        """The cases it takes part in; none said: all."""
 
     async def start(self, fleet: Fleet, folder: Path) -> Running:
         """Start in front of ``fleet`` with files in ``folder``. Raises UnavailableError when it cannot run."""
@@ -76,6 +84,7 @@ class Direct:
     name: str = "direct"
     part: str = "envoy"
     disaggregated: bool = False
+    only: frozenset[str] = frozenset()
 
     async def start(self, fleet: Fleet, folder: Path) -> Running:
         [port] = free_ports(1)
@@ -102,6 +111,9 @@ class Launch:
     name: str = "pd-extproc"
     part: str = "sidecar"
     disaggregated: bool = True
+    only: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+    checkout: Path = REPOSITORY
     stacks: Path | None = None  # run with the sampling profiler, which writes here
 
     async def start(self, fleet: Fleet, folder: Path) -> Running:
@@ -110,12 +122,13 @@ class Launch:
         command: list[str | Path] = [
             sys.executable, "-m", "bench.sampled" if self.stacks else "extproc", "launch",
             "--envoy-path", find_envoy(), "--envoy-concurrency", "1",
-            "--envoy-admin-port", str(admin), "--run-dir", str(folder / "run"),
+            "--envoy-admin-port", str(admin), "--run-dir", str(folder / self.name),
             "--drain-settle-secs", "0", "--shutdown-grace-period-secs", "2",
-            *_common_flags(fleet, port, metrics, self.policy),
+            *common_flags(fleet, port, metrics, self.policy), *self.flags,
         ]  # fmt: skip
-        child = await Child.start(command, folder / f"{self.name}.log", environment=environment)
-        return Running(self, port, [child])
+        log = folder / f"{self.name}.log"
+        running = Running(self, port, [await Child.start(command, log, environment=environment, folder=self.checkout)])
+        return await registered(running, fleet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +139,7 @@ class Peer:
     name: str = "smg"
     part: str = "peer"
     disaggregated: bool = True
+    only: frozenset[str] = frozenset()
 
     async def start(self, fleet: Fleet, folder: Path) -> Running:
         try:
@@ -134,18 +148,50 @@ class Peer:
             raise UnavailableError(f"{self.name}: {error}") from None
         port, metrics = free_ports(2)
         child = await Child.start(
-            [command, "launch", *_common_flags(fleet, port, metrics, self.policy)], folder / f"{self.name}.log"
+            [command, "launch", *common_flags(fleet, port, metrics, self.policy)], folder / f"{self.name}.log"
         )
-        return Running(self, port, [child])
+        return await registered(Running(self, port, [child]), fleet)
 
 
-def _common_flags(fleet: Fleet, port: int, metrics_port: int, policy: str) -> list[str]:
+async def registered(running: Running, fleet: Fleet) -> Running:
+    """Tell a gateway of its vLLM workers, which it was started without: their HTTP server does not tell the connector.
+
+    Raises UnavailableError when it does not take them.
+    """
+    if fleet.kind is not Kind.VLLM:
+        return running
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{running.port}") as session:
+        for role, ports in (("prefill", fleet.prefill_ports), ("decode", fleet.decode_ports)):
+            for port in ports:
+                worker = {"url": f"http://127.0.0.1:{port}", "worker_type": role, "kv_connector": "NixlConnector"}
+                await _post_worker(running, session, worker)
+    return running
+
+
+async def _post_worker(running: Running, session: aiohttp.ClientSession, worker: dict[str, str]) -> None:
+    said = ""
+    deadline = asyncio.get_running_loop().time() + _REGISTRATION_SECONDS
+    while asyncio.get_running_loop().time() < deadline:
+        try:
+            async with session.post("/workers", json=worker) as answer:
+                if answer.ok:
+                    return
+                said = f"HTTP {answer.status}: {await answer.text()}"
+        except aiohttp.ClientError as error:
+            said = str(error)
+        await asyncio.sleep(0.2)
+    await running.stop()
+    raise UnavailableError(f"{running.system.name} does not take workers: {said}\n{running.children[0].tail()}")
+
+
+def common_flags(fleet: Fleet, port: int, metrics_port: int, policy: str) -> list[str]:
     """The flags that both gateways understand alike."""
     flags = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
-    for worker in fleet.prefill_ports:
-        flags += ["--prefill", f"http://127.0.0.1:{worker}", "8998"]
-    for worker in fleet.decode_ports:
-        flags += ["--decode", f"http://127.0.0.1:{worker}"]
+    if fleet.kind is Kind.SGLANG:
+        for worker in fleet.prefill_ports:
+            flags += ["--prefill", f"http://127.0.0.1:{worker}", "8998"]
+        for worker in fleet.decode_ports:
+            flags += ["--decode", f"http://127.0.0.1:{worker}"]
     return [*flags, "--prefill-policy", policy, "--decode-policy", "round_robin", "--log-level", LOG_LEVEL]
 
 

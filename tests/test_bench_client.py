@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bench import worker
+from bench import sglang, vllm, worker
 from bench.client import LoadGenerator, dechunk, verify
+from bench.engine import DecodeSteps, Kind
 from bench.fleet import Seen
-from bench.measure import CASES, missing_work
+from bench.measure import CASES, LATE_CASES, missing_work
 from bench.prompts import Answer, Prompts
+from bench.request_body import Body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-CHAT = worker.chat_answer("decode")
-STREAM = b"".join(worker.stream_events("decode"))
+    from bench.engine import Engine
+
+CHAT = sglang.chat_answer("decode")
 
 
 @asynccontextmanager
-async def engine(role: str = "decode", rooms: worker.Rooms | None = None) -> AsyncIterator[tuple[worker.Engine, int]]:
-    one = worker.Engine(
-        role, {Answer.PACED: worker.DecodeSteps(0.0001), Answer.BURST: worker.DecodeSteps(0)}, rooms or worker.Rooms()
-    )
+async def engine(
+    role: str = "decode", meeting: sglang.Rooms | vllm.Handed | None = None
+) -> AsyncIterator[tuple[Engine, int]]:
+    steps = {Answer.PACED: DecodeSteps(0.0001), Answer.BURST: DecodeSteps(0)}
+    one: Engine
+    if isinstance(meeting, vllm.Handed):
+        one = vllm.Vllm(role, steps, meeting)
+    else:
+        one = sglang.Sglang(role, steps, meeting or sglang.Rooms())
     server = await asyncio.get_running_loop().create_server(partial(worker.Connection, one), "127.0.0.1", 0)
     async with server:
         yield one, server.sockets[0].getsockname()[1]
@@ -51,9 +60,9 @@ async def canned(answer: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + LATE_CASES, ids=lambda case: case.name)
 async def test_every_case_is_answered_as_expected_and_counted(case):
-    async with engine() as (one, port):
+    async with engine(meeting=vllm.Handed() if case.kind is Kind.VLLM else None) as (one, port):
         generator = await LoadGenerator(port, case.expected).open(3)
         load = await generator.run(case.prompts().bodies(), 7, limit=20)
         generator.close()
@@ -64,7 +73,7 @@ async def test_every_case_is_answered_as_expected_and_counted(case):
     assert all(0 < first <= whole for first, whole in zip(load.first_bytes, load.latencies, strict=True))
 
 
-class WatchedRooms(worker.Rooms):
+class WatchedRooms(sglang.Rooms):
     def __init__(self) -> None:
         super().__init__()
         self.came = asyncio.Event()
@@ -79,7 +88,7 @@ async def test_a_decode_leg_is_answered_when_its_prefill_leg_has_come(prefill_fi
     rooms = WatchedRooms()
     body = b'{"messages":[],"bootstrap_room":77}'
     async with engine("prefill", rooms) as (prefill, prefill_port), engine("decode", rooms) as (decode, decode_port):
-        first = await LoadGenerator(prefill_port, worker.chat_answer("prefill")).open(1)
+        first = await LoadGenerator(prefill_port, sglang.chat_answer("prefill")).open(1)
         second = await LoadGenerator(decode_port, CHAT).open(1)
         if prefill_first:
             assert (await first.run(iter([body]), 1, limit=5)).requests == 1
@@ -100,6 +109,86 @@ async def test_a_decode_leg_whose_prefill_leg_does_not_come_is_not_answered():
         load = await generator.run(iter([b'{"messages":[],"bootstrap_room":77}']), 1, limit=0.1)
     assert one.counts.handoffs == 1
     assert load.failures == {"not answered": 1}
+
+
+async def exchange(port: int, body: dict[str, object]) -> tuple[int, dict]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = json.dumps(body).encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: w\r\ncontent-length: %d\r\n\r\n%s" % (len(raw), raw))
+    head = await reader.readuntil(b"\r\n\r\n")
+    answer = await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+    writer.close()
+    return int(head[9:12]), json.loads(answer)
+
+
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+LONG = {"messages": [{"role": "user", "content": "x" * 100_000}], "max_tokens": 1}
+
+
+async def test_a_vllm_decode_takes_what_a_prefill_answered_once_and_nothing_else():
+    handed = vllm.Handed()
+    async with engine("prefill", handed) as (prefill, prefill_port), engine("decode", handed) as (decode, decode_port):
+        status, answer = await exchange(prefill_port, LONG | {"kv_transfer_params": ASK})
+        params = answer["kv_transfer_params"]
+        assert status == 200
+        assert params["remote_num_tokens"] > 25_000
+        assert len(params["remote_block_ids"][0]) == -(-params["remote_num_tokens"] // 16)
+        less = {key: value for key, value in params.items() if key != "remote_host"}
+        statuses = [
+            (await exchange(decode_port, {"messages": [], "kv_transfer_params": told}))[0]
+            for told in (params, params, less, ASK)
+        ]
+    assert statuses == [200, 400, 400, 400]
+    assert prefill.counts.handoffs == decode.counts.handoffs == 1
+    assert decode.counts.legs == 4
+
+
+async def test_a_vllm_decode_refuses_parameters_that_are_not_whole():
+    handed = vllm.Handed()
+    async with engine("prefill", handed) as (_, prefill_port), engine("decode", handed) as (decode, decode_port):
+        _, answer = await exchange(prefill_port, LONG | {"kv_transfer_params": ASK})
+        params = answer["kv_transfer_params"] | {"remote_block_ids": [[10_000]]}
+        status, _ = await exchange(decode_port, {"messages": [], "kv_transfer_params": params})
+    assert status == 400
+    assert decode.counts.handoffs == 0
+
+
+async def test_vllm_workers_give_token_ids_to_who_asks_and_take_them_with_the_parameters():
+    handed = vllm.Handed()
+    async with engine("prefill", handed) as (_, prefill_port), engine("decode", handed) as (decode, decode_port):
+        status, _ = await exchange(decode_port, LONG | {"kv_transfer_params": {"prompt_token_ids": []}})
+        assert status == 400
+        _, answer = await exchange(prefill_port, LONG | {"return_token_ids": True, "kv_transfer_params": ASK})
+        assert len(answer["prompt_token_ids"]) == answer["kv_transfer_params"]["remote_num_tokens"]
+        params = answer["kv_transfer_params"] | {"prompt_token_ids": answer["prompt_token_ids"]}
+        status, _ = await exchange(decode_port, {"messages": [], "kv_transfer_params": params})
+    assert status == 200
+    assert decode.counts.handoffs == 1
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 10}, {"max_tokens": None}, {"stream": True}])
+async def test_a_vllm_prefill_leg_is_of_one_token_and_not_streamed(more):
+    async with engine("prefill", vllm.Handed()) as (prefill, port):
+        status, _ = await exchange(port, LONG | {"kv_transfer_params": ASK} | more)
+    assert status == 400
+    assert prefill.counts.handoffs == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_vllm_leg_without_parameters_is_no_handoff(role):
+    async with engine(role, vllm.Handed()) as (one, port):
+        status, answer = await exchange(port, LONG)
+    assert status == 200
+    assert answer["kv_transfer_params"] is None
+    assert (one.counts.legs, one.counts.handoffs) == (1, 0)
+
+
+async def test_a_late_request_fails_in_its_first_prefill_leg_and_not_in_its_second():
+    [late] = [case for case in LATE_CASES if case.answer is Answer.LATE]
+    body = json.loads(next(late.prompts().bodies()))
+    async with engine("prefill") as (_, port):
+        statuses = [(await exchange(port, body | {"bootstrap_room": room}))[0] for room in (1, 2, 3)]
+    assert statuses == [500, 200, 500]
 
 
 async def test_a_prefill_answer_is_a_wrong_answer():
@@ -177,7 +266,7 @@ def test_dechunk_refuses_broken_framing(broken):
 def test_the_worker_reads_chunked_bodies_in_any_pieces(ending, piece):
     text = b'{"bootstrap_room":1,' + b"x" * 700
     data = b"%x\r\n%s\r\n" % (len(text), text) + ending + b"NEXT"
-    body = worker.Body.of(b"\r\ntransfer-encoding: chunked\r\n")
+    body = Body.of(b"\r\ntransfer-encoding: chunked\r\n", edge=512)
     rest = b""
     for start in range(0, len(data), piece):
         rest = body.feed(data[start : start + piece]) if not body.complete else rest + data[start : start + piece]
@@ -193,3 +282,10 @@ def test_missing_work_is_noticed():
     assert missing_work("decode", whole, 10, 5000, handoff=True) == []
     assert len(missing_work("decode", Seen(9, 8, 4000), 10, 5000, handoff=True)) == 3
     assert missing_work("decode", Seen(10, 0, 5000), 10, 5000, handoff=False) == []
+
+
+def test_a_first_attempt_s_decode_leg_may_not_have_arrived_but_its_prefill_leg_has():
+    assert missing_work("decode", Seen(13, 13, 5000), 10, 5000, handoff=True, attempts=2) == []
+    assert missing_work("prefill", Seen(20, 20, 5000), 10, 5000, handoff=True, attempts=2) == []
+    assert missing_work("prefill", Seen(19, 19, 5000), 10, 5000, handoff=True, attempts=2)
+    assert missing_work("decode", Seen(21, 21, 5000), 10, 5000, handoff=True, attempts=2)

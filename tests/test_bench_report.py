@@ -9,13 +9,16 @@ import sys
 import time
 
 import pytest
+import yaml
 
-from bench import cpu, profiling, report
+from bench import cpu, late, profiling, report
 from bench.client import Load
 from bench.measure import CASES, Window
 from bench.prompts import Answer, Prompts
 from bench.run import SYSTEMS, _summary, _turns
 from bench.systems import Running
+from extproc.dataplane.bootstrap import bootstrap_yaml
+from extproc.dataplane.config import DataplaneConfig
 
 
 def window(micros: dict[str, float], latencies: list[float]) -> Window:
@@ -88,6 +91,14 @@ def test_markdown_has_one_line_per_peer(result):
     text = report.markdown(result)
     assert "| small chat | 32 | 55 | 170 + 50 = **220** | 200 | **1.10** (1.00 to 1.20) |" in text
     assert "400 (cache_aware) | **0.55**" in text
+    assert "vLLM" not in text
+
+
+def test_markdown_has_a_table_for_each_handoff(result):
+    result["cells"] += [each | {"case": "vllm-small", "title": "small chat, NIXL"} for each in result["cells"]]
+    sglang, vllm = report.markdown(result).split("vLLM, NIXL")
+    assert "small chat, NIXL" in vllm
+    assert "small chat, NIXL" not in sglang
 
 
 def test_results_are_saved_and_the_newest_is_found(result, tmp_path, monkeypatch):
@@ -95,6 +106,7 @@ def test_results_are_saved_and_the_newest_is_found(result, tmp_path, monkeypatch
     report.save(result)
     result["environment"]["time"] = "2026-01-03T00:00:00+00:00"
     report.save(result)
+    report.save(result | {"rounds": 1}, "late-")
     assert report.newest() == result
 
 
@@ -115,6 +127,39 @@ def test_systems_take_turns_and_cache_aware_only_at_220k():
     assert names("small", 1) == ["pd-extproc", "smg", "direct"]
     assert names("220k", 3) == ["smg-cache-aware", "direct", "pd-extproc", "smg"]
     assert _turns([], by_name["small"], 4) == []
+
+
+def test_one_more_of_ours_at_nixl_s_220k():
+    systems = [Running(system, 1, []) for system in SYSTEMS]
+    [case] = [case for case in CASES if case.name == "vllm-220k"]
+    assert [r.system.name for r in _turns(systems, case, 0)] == ["direct", "pd-extproc", "pd-extproc-no-ids", "smg"]
+
+
+def test_late_systems_differ_in_the_filter_only():
+    config = bootstrap_yaml(DataplaneConfig("unix:/a", "unix:/b", "unix:/c", "unix:/d"))
+    changed = late.without_late_filter(config)
+    whole, rest = (yaml.safe_load(text)["static_resources"]["listeners"][0] for text in (config, changed))
+    names = [[each["name"] for each in http_filters(listener)] for listener in (whole, rest)]
+    assert [name for name in names[0] if name not in names[1]] == ["late"]
+    http_filters(whole)[:] = [each for each in http_filters(whole) if each["name"] != "late"]
+    assert whole == rest
+    with pytest.raises(ValueError, match="late"):
+        late.without_late_filter(changed)
+
+
+def http_filters(listener: dict) -> list[dict]:
+    return listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+
+
+def test_the_price_of_late_answers_is_told_by_rounds():
+    cells = [
+        cell("late-filter", [100, 110]) | {"case": "small"},
+        cell("no-late-filter", [100, 100]) | {"case": "small"},
+        cell("late-filter", [300, 320]) | {"case": "late-small"},
+    ]
+    text = late.summary({"cells": cells})
+    assert "small, c=32: with the filter / without: 1.050 (rounds 1.000 to 1.100)" in text
+    assert "late-small, c=32: late / direct: 2.955 (rounds 2.909 to 3.000), +205 µs" in text
 
 
 @pytest.mark.parametrize(
