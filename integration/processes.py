@@ -131,10 +131,14 @@ class Gateway:
         async with asyncio.timeout(PATIENCE):
             while True:
                 assert not self._reader.done(), f"the gateway has ended: {self.logs}"
-                with contextlib.suppress(ConnectionError, CutError):
+                try:
                     await self.client.get("/liveness")
+                except (ConnectionError, CutError):
+                    await asyncio.sleep(0.02)
+                except TimeoutError:
+                    raise AssertionError(f"port {self._port} accepts, but nobody answers; it said {self.logs}") from None
+                else:
                     return
-                await asyncio.sleep(0.02)
 
     @property
     def envoy(self) -> int:
