@@ -67,6 +67,14 @@ async def held(client: aiohttp.ClientSession, server: VllmServer) -> tuple[int, 
     return int(requests), round(found["vllm:kv_cache_usage_perc"] * (BLOCKS - 1))
 
 
+async def decoding(client: aiohttp.ClientSession, server: VllmServer) -> None:
+    """Wait until the server computes tokens."""
+    deadline = time.monotonic() + 20
+    while not (await counted(client, server))["vllm:num_requests_running"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
 async def seconds_until_idle(client: aiohttp.ClientSession, *servers: VllmServer, blocks: int = 0) -> float:
     """How long it takes until no server has requests, nor blocks that are not free but for ``blocks`` each."""
     started = time.monotonic()
@@ -109,6 +117,11 @@ async def used(client: aiohttp.ClientSession, url: str, server: VllmServer) -> N
 async def loaded(client: aiohttp.ClientSession, url: str, server: VllmServer) -> None:
     """Wait until the gateway has sent the server a leg that is not over."""
     await _until(client, url, server, lambda worker: worker["load"] > 0)
+
+
+async def unloaded(client: aiohttp.ClientSession, url: str, server: VllmServer) -> None:
+    """Wait until all legs that the gateway has sent the server are over."""
+    await _until(client, url, server, lambda worker: worker["load"] == 0)
 
 
 async def _until(

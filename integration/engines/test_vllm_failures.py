@@ -1,0 +1,335 @@
+"""Real vLLM behind the gateway: refusals, clients that leave, fields that could kill an engine, and a killed prefill.
+
+After each of them no request is left and no cache block held: NIXL's lease is 30 s, Mooncake's 480 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+import servers
+import vllm_servers
+from rig import Body, post
+from vllm_answers import comparable
+from vllm_cases import (
+    CHAT,
+    CHAT_PATH,
+    COMPLETION,
+    COMPLETIONS_PATH,
+    GENERATE_PATH,
+    GREEDY,
+    LIST,
+    MESSAGES,
+    MESSAGES_PATH,
+    RESPONSES,
+    RESPONSES_PATH,
+    generate,
+)
+from vllm_rig import Pair, decoding, fresh, loaded, register, seconds_until_idle, unloaded, used
+from vllm_servers import VllmServer
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not servers.installed("vllm"), reason="not installed: make integration-engines"),
+]
+AT_ONCE = 3.0  # seconds, far below the leases
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_left(pair: Pair, client: aiohttp.ClientSession) -> AsyncIterator[None]:
+    yield
+    assert await seconds_until_idle(client, pair.prefill, pair.decode) < AT_ONCE
+    assert pair.prefill.running
+    assert pair.decode.running
+
+
+# -- what an engine must not see --------------------------------------------------------------------------------------
+
+STALE = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "gone",
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_request_id": "gone",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "remote_bootstrap_addr": "http://127.0.0.1:1",
+    "transfer_id": "xfer-gone",
+    "tp_size": 1,
+}
+STEERING: dict[str, Body] = {
+    "incomplete": {"kv_transfer_params": {"do_remote_prefill": True}},  # which kills a decode
+    "blocks_only": {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}},
+    "stale": {"kv_transfer_params": STALE},
+    "as_prefill": {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
+    "prompt": {"kv_transfer_params": {"prompt_token_ids": [1, 2, 3]}},
+    "null": {"kv_transfer_params": None},
+    "no_object": {"kv_transfer_params": [1]},
+    "bootstrap": {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 5},
+}
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@pytest.mark.parametrize("name", STEERING)
+async def test_a_clients_transfer_fields_reach_no_engine(
+    name: str, path: str, pair: Pair, aggregated: VllmServer, client: aiohttp.ClientSession
+) -> None:
+    body = {**CHAT, **GREEDY} if path == CHAT_PATH else {**COMPLETION, **GREEDY}
+    ours = await post(client, pair.url, path, body | STEERING[name])
+    single = await post(client, aggregated.url, path, body)
+    assert comparable(ours, stream=False) == comparable(single, stream=False)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, Body]] = {
+    "temperature": (CHAT_PATH, {**CHAT, "temperature": -5}),
+    "temperature_stream": (CHAT_PATH, {**CHAT, "temperature": -5, "stream": True}),
+    "temperature_n2": (CHAT_PATH, {**CHAT, "temperature": -5, "n": 2}),
+    "greedy_n2": (CHAT_PATH, {**CHAT, **GREEDY, "n": 2}),
+    "five_stops": (CHAT_PATH, {**CHAT, **GREEDY, "stop": list("abcde")}),
+    "top_logprobs_alone": (CHAT_PATH, {**CHAT, **GREEDY, "top_logprobs": 2}),
+    "stream_options_alone": (CHAT_PATH, {**CHAT, **GREEDY, "stream_options": {"include_usage": True}}),
+    "min_above_max": (COMPLETIONS_PATH, {**COMPLETION, **GREEDY, "min_tokens": 9}),
+    "too_many_tokens": (COMPLETIONS_PATH, {**COMPLETION, **GREEDY, "max_tokens": 1_000_000}),
+    "no_tokens": (COMPLETIONS_PATH, {**COMPLETION, **GREEDY, "max_tokens": -1}),
+    "suffix": (COMPLETIONS_PATH, {**COMPLETION, **GREEDY, "suffix": "x"}),
+    "list_suffix": (COMPLETIONS_PATH, {**LIST, **GREEDY, "suffix": "x"}),
+    "list_too_many_tokens": (COMPLETIONS_PATH, {**LIST, **GREEDY, "max_tokens": 1_000_000}),
+    "messages_no_tokens": (MESSAGES_PATH, {**MESSAGES, "max_tokens": 0}),
+    "responses_unknown": (RESPONSES_PATH, {**RESPONSES, "previous_response_id": "resp_nobody"}),
+    "responses_temperature": (RESPONSES_PATH, {**RESPONSES, "temperature": -5}),
+    "responses_too_many_tokens": (RESPONSES_PATH, {**RESPONSES, "max_output_tokens": 1_000_000}),
+    "generate_min_above_max": (GENERATE_PATH, generate(min_tokens=9)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_the_engines_refusal_reaches_the_client(
+    name: str, pair: Pair, aggregated: VllmServer, client: aiohttp.ClientSession
+) -> None:
+    path, body = REFUSED[name]
+    answers = []
+    for url in (pair.url, aggregated.url):
+        async with client.post(url + path, json=body) as response:
+            answers.append((response.status, await response.json()))
+    assert answers[0] == answers[1]
+    assert 400 <= answers[0][0] < 500
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+async def test_what_only_a_decode_would_refuse(path: str, pair: Pair, client: aiohttp.ClientSession) -> None:
+    """A prefill leg is not streamed, so it would be taken, and the decode's class would refuse without freeing it."""
+    body = {**(CHAT if path == CHAT_PATH else COMPLETION), **GREEDY, "prompt_logprobs": 1, "stream": True}
+    async with client.post(pair.url + path, json=body) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("api", ["chat", "list"])
+async def test_a_prefill_that_refuses_holds_nothing(
+    api: str, pair: Pair, client: aiohttp.ClientSession, *, stream: bool
+) -> None:
+    """The prompt fits the decode worker and not the prefill worker, so that with both legs out the decode waits."""
+    path, body = CHAT_PATH, {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh(330)}]}
+    if api == "list":
+        path, body = COMPLETIONS_PATH, {**COMPLETION, **GREEDY, "prompt": [fresh(20), fresh(330), fresh(20)]}
+    async with client.post(pair.url + path, json={**body, "stream": stream}) as response:
+        assert response.status == 400, await response.text()
+        assert "maximum context length" in (await response.json())["error"]["message"]
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+
+LEFT: dict[str, tuple[str, Body]] = {
+    "chat": (CHAT_PATH, {**CHAT, **GREEDY, "max_tokens": 900}),
+    "chat_n2": (CHAT_PATH, {**CHAT, "temperature": 1, "ignore_eos": True, "n": 2, "max_tokens": 900}),
+    "list": (COMPLETIONS_PATH, {**LIST, **GREEDY, "max_tokens": 500}),
+    "messages": (MESSAGES_PATH, {**MESSAGES, "max_tokens": 900}),
+    "responses": (RESPONSES_PATH, {**RESPONSES, "max_output_tokens": 900, "ignore_eos": True}),
+}
+
+
+@contextlib.asynccontextmanager
+async def frozen(server: VllmServer) -> AsyncIterator[None]:
+    """The server does nothing meanwhile."""
+    server.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.signal(signal.SIGCONT)
+
+
+async def leave(request: asyncio.Task[str]) -> None:
+    request.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await request
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", LEFT)
+async def test_a_client_that_leaves_while_tokens_come(
+    name: str, pair: Pair, client: aiohttp.ClientSession, *, stream: bool
+) -> None:
+    path, body = LEFT[name]
+    request = asyncio.create_task(post(client, pair.url, path, {**body, "stream": stream}))
+    await decoding(client, pair.decode)
+    await leave(request)
+
+
+@pytest.mark.parametrize("name", ["chat", "list", "responses"])
+async def test_a_client_that_leaves_during_the_prefill(name: str, pair: Pair, client: aiohttp.ClientSession) -> None:
+    path, body = LEFT[name]
+    async with frozen(pair.prefill):
+        request = asyncio.create_task(post(client, pair.url, path, body))
+        await loaded(client, pair.url, pair.prefill)
+        await leave(request)
+        if pair.connector == "nixl":  # Mooncake's prefill legs are let finish
+            await unloaded(client, pair.url, pair.prefill)
+
+
+@pytest.mark.parametrize("name", ["chat", "list", "responses"])
+async def test_a_client_that_leaves_before_the_decode_has_fetched(
+    name: str, pair: Pair, client: aiohttp.ClientSession
+) -> None:
+    """Streamed with Mooncake: a request that is not, cancelled in the step that admits it, can leave blocks there."""
+    path, body = LEFT[name]
+    async with frozen(pair.decode):
+        request = asyncio.create_task(post(client, pair.url, path, {**body, "stream": pair.connector == "mooncake"}))
+        await loaded(client, pair.url, pair.decode)
+        await unloaded(client, pair.url, pair.prefill)
+        await leave(request)
+
+
+# -- a killed prefill -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request and what came of it.
+
+    Attributes:
+        received: how many bytes of a 200's body.
+        error: why there is no whole answer; else empty.
+    """
+
+    body: Body
+    answer: str = ""
+    received: int = 0
+    prefill: str = ""
+    error: str = ""
+
+
+async def ask(client: aiohttp.ClientSession, url: str, body: Body) -> Asked:
+    """POST a chat, and take whatever happens."""
+    asked = Asked(body)
+    try:
+        async with client.post(url + CHAT_PATH, json=body) as response:
+            asked.prefill = response.headers.get("x-pd-prefill", "")
+            async for piece in response.content.iter_any():
+                asked.answer += piece.decode()
+                asked.received += len(piece) if response.ok else 0
+            if not response.ok or '"error"' in asked.answer:
+                asked.error = str(response.status)
+    except aiohttp.ClientError as error:
+        asked.error = repr(error)
+    return asked
+
+
+async def killed_under_load(client: aiohttp.ClientSession, pair: Pair, requests: int = 60) -> list[Asked]:
+    """Six clients, every other request streamed; the prefill worker is killed when a third of them is answered."""
+    asked: list[Asked] = []
+    numbers = itertools.count()
+    enough = asyncio.Event()
+
+    async def one_client() -> None:
+        while (number := next(numbers)) < requests:
+            words = 5 + number * 37 % 120
+            body = {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh(words)}], "stream": number % 2 > 0}
+            asked.append(await ask(client, pair.url, body))
+            if len(asked) == requests // 3:
+                enough.set()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(one_client())
+        await enough.wait()
+        pair.prefill.stop()
+    return asked
+
+
+async def restarted(client: aiohttp.ClientSession, pair: Pair, server: VllmServer) -> None:
+    """Start a stopped server again, and wait until the gateway uses it."""
+    server.start()
+    await asyncio.to_thread(server.wait_ready)
+    await used(client, pair.url, server)
+
+
+async def fresh_decode(client: aiohttp.ClientSession, pair: Pair) -> None:
+    """With Mooncake: what waited for a dead prefill is gone from the decode, but its blocks stay 480 s at any rate."""
+    if pair.connector == "mooncake":
+        pair.decode.stop()
+        await restarted(client, pair, pair.decode)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_prefill_killed_before_the_decode_has_fetched(
+    pair: Pair, client: aiohttp.ClientSession, *, stream: bool
+) -> None:
+    """The prefill leg has ended well, so that nothing of the request tells that the worker is gone."""
+    body = {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh()}], "stream": stream}
+    async with frozen(pair.decode):
+        request = asyncio.create_task(ask(client, pair.url, body))
+        await loaded(client, pair.url, pair.decode)
+        await unloaded(client, pair.url, pair.prefill)
+        pair.prefill.stop()
+    try:
+        async with asyncio.timeout(15):
+            asked = await request
+        assert asked.error
+    finally:
+        await restarted(client, pair, pair.prefill)
+        await fresh_decode(client, pair)
+    assert not (await ask(client, pair.url, body)).error
+
+
+async def test_a_prefill_killed_under_load(pair: Pair, aggregated: VllmServer, client: aiohttp.ClientSession) -> None:
+    """No request fails of which nothing had been answered, none waits, none is answered wrongly."""
+
+    async def right(asked: list[Asked]) -> None:
+        for one in asked:
+            if one.error:
+                assert one.received, one
+                continue
+            single = await post(client, aggregated.url, CHAT_PATH, one.body)
+            stream = one.body["stream"]
+            assert comparable(one.answer, stream=stream) == comparable(single, stream=stream)
+
+    other = vllm_servers.prefill(pair.connector, "other-prefill")
+    with servers.running(other):
+        worker_id = await register(client, pair.url, other)
+        try:
+            asked = await killed_under_load(client, pair)
+            assert {one.prefill for one in asked} >= {pair.prefill.url, other.url}
+            await right(asked)
+
+            await restarted(client, pair, pair.prefill)
+            again = [
+                await ask(client, pair.url, {**CHAT, **GREEDY, "messages": one.body["messages"], "stream": False})
+                for one in asked[:6]
+            ]
+            assert {one.prefill for one in again} == {pair.prefill.url, other.url}
+            assert not [one for one in again if one.error]
+            await right(again)
+        finally:
+            async with client.delete(f"{pair.url}/workers/{worker_id}"):
+                pass
+    await fresh_decode(client, pair)
