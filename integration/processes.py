@@ -136,7 +136,7 @@ class Gateway:
                 except (ConnectionError, CutError):
                     await asyncio.sleep(0.02)
                 except TimeoutError:
-                    raise AssertionError(f"port {self._port} accepts, but nobody answers; it said {self.logs}") from None
+                    raise AssertionError(f"port {self._port} accepts but does not answer: {self.logs}") from None
                 else:
                     return
 

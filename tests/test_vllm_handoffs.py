@@ -324,7 +324,7 @@ def test_passthrough_says_nothing_and_relays_what_comes_back():
     made = handed(b'{"kv_transfer_params":%b}' % odd, handoff)
     assert (made.kv, made.params) == (Kv.HANDED, odd)
     made = handed(b"{}", handoff)
-    assert (made.kv, made.params) == (Kv.HANDED, b"")  # where the connectors share it, as far as anybody can tell
+    assert (made.kv, made.params) == (Kv.UNKNOWN, b"")
     assert handed(b"", handoff).kv is Kv.RECOMPUTED
 
 

@@ -145,7 +145,7 @@ class TestMooncake:
             trouble = "registered with engine id mine, but the server says other"
             assert f.registry.trouble(worker) == trouble
             assert trouble in caplog.text
-            assert worker.kv_engines == (KvEngine(0, "mine"),)
+            assert worker.kv_engines == (KvEngine(0, "other"),)
 
     async def test_no_id_at_all_is_said_until_there_is_one(self, caplog: pytest.LogCaptureFixture) -> None:
         async with engine(owner="vllm") as server, fleet() as f:

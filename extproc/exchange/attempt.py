@@ -325,8 +325,10 @@ class Attempt:
         edits = self._edits(part)
         handed = self._handoff.handed(self._request, plan, edits.decode, answer, trust_client=config.trust_client)
         part.params = handed.params
-        if handed.kv is not Kv.HANDED and answer:
-            session.record.kv, session.record.note = handed.kv.value, NO_PARAMS
+        if handed.kv is not Kv.HANDED:  # one part that is not decides
+            session.record.kv = handed.kv.value
+        if handed.kv is Kv.RECOMPUTED and answer:
+            session.record.note = NO_PARAMS
             if config.kv_missing is KvMissing.FAIL:
                 return False
         self._send_decode(part, handed.decode)

@@ -404,7 +404,7 @@ class DirectCourse:
         handed = handoff.handed(self._request, plan, self._edits.decode, answer, trust_client=config.trust_client)
         self._body, self._params = handed.decode, handed.params
         record.kv = handed.kv.value
-        if handed.kv is Kv.HANDED:
+        if handed.kv is not Kv.RECOMPUTED:
             return True
         record.note = NO_PARAMS if answer else WAIVED
         return not answer or config.kv_missing is KvMissing.RECOMPUTE

@@ -16,6 +16,7 @@ class Kv(Enum):
 
     HANDED = "handed"  # the prefill worker computes it and the decode worker is told where it is
     RECOMPUTED = "recomputed"  # the decode worker computes it, although there might have been a handoff
+    UNKNOWN = "unknown"  # the prefill worker computes it; whether the decode finds it is between their connectors
     NONE = "none"  # one worker does all there is to do
 
 

@@ -46,4 +46,4 @@ class PassthroughHandoff(vllm.VllmHandoff):
         """See Handoff. Without parameters the cache is where the connectors share it, as far as anybody can tell."""
         params = vllm.returned_params(answer, needed=False) if answer else b""
         body = vllm.decode_body(request, edits, params, trust_client=trust_client)
-        return Handed(body, Kv.HANDED if answer else Kv.RECOMPUTED, params)
+        return Handed(body, Kv.HANDED if params else Kv.UNKNOWN if answer else Kv.RECOMPUTED, params)

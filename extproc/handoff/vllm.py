@@ -16,7 +16,7 @@ from typing import Final
 
 from extproc.apis.json_object import Edits, JsonObject, LegEdits
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
-from extproc.apis.table import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from extproc.apis.table import CHAT, COMPLETIONS, INFERENCE_GENERATE, MESSAGES, RESPONSES
 from extproc.errors import GatewayError
 from extproc.handoff.handoff import Alone, Kv, Plan
 from extproc.handoff.one_token import one_token
@@ -66,10 +66,14 @@ def alone(request: InferenceRequest) -> Alone | None:
 
 def is_scoring(request: InferenceRequest) -> bool:
     """Whether the answer ends with the prefill: at most one token is asked for."""
-    for key in _CAPS.get(request.api, ()):
-        if (cap := request.body.get(key)) is not None:
-            return type(cap) is int and cap in _SCORING
-    return False
+    body, keys = request.body, _CAPS.get(request.api, ())
+    if request.api is INFERENCE_GENERATE:
+        params = body.get("sampling_params")
+        caps = [params.get("max_tokens")]
+    else:
+        caps = [body.get(key) for key in keys]
+    cap = next((cap for cap in caps if cap is not None), None)
+    return type(cap) is int and cap in _SCORING
 
 
 def _truncates(request: InferenceRequest) -> bool:

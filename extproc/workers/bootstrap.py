@@ -83,8 +83,9 @@ async def _mooncake(client: WorkerClient, worker: Worker, engine_id: str, ip: st
         return Bootstrap(registered, trouble + lacking, settled=False)
     if not registered or agree(engine_id, registered, asked):
         return Bootstrap(asked, addresses=addresses)
+    # The engine itself says so: the registration is of an earlier start, or mistaken.
     trouble = f"registered with engine id {shown_id(registered)}, but the server says {shown_id(asked)}"
-    return Bootstrap(registered, trouble, addresses=addresses)
+    return Bootstrap(asked, trouble, addresses=addresses)
 
 
 def _silent(worker: Worker, port: int, why: Exception) -> str:

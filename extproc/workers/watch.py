@@ -252,6 +252,8 @@ class Watch:
             return min(settings.interval, pace.confirm if self._refused else pace.seek)
         if not self._identified or not self._settled:
             return self._backoff(self._identity_tries)
+        if bootstrap.is_mooncake(self._worker):
+            return min(settings.interval, pace.restart)
         return settings.interval if settings.enabled else math.inf
 
     def _backoff(self, tries: int) -> float:
