@@ -14,7 +14,7 @@ from http2_client import Http2Client
 if TYPE_CHECKING:
     from product import Product
 
-PRODUCT = "test_product_"
+PRODUCT = ("test_product_", "test_vllm_")
 
 
 def pytest_asyncio_loop_factories(

@@ -62,12 +62,29 @@ class Product:
     """
 
     def __init__(self, prefills: int = 1, decodes: int = 2, *, wait: bool = True, **settings: Any) -> None:
-        self.prefills = [SglangMock("prefill") for _ in range(prefills)]
-        self.decodes = [SglangMock("decode") for _ in range(decodes)]
+        self.prefills = [self._mock("prefill") for _ in range(prefills)]
+        self.decodes = [self._mock("decode") for _ in range(decodes)]
         self.mocks = [*self.prefills, *self.decodes]
         self._given = settings
         self._wait = wait
         self._others = asyncio.all_tasks()
+
+    # -- what its workers are: vllm_product.py has others ---------------------------------------------------------
+
+    def _mock(self, role: str) -> SglangMock:
+        return SglangMock(role)
+
+    def _start_option(self, mock: SglangMock) -> object:
+        """A worker as ``--prefill``, ``--decode`` or the YAML file say it."""
+        return f"{mock.url} {mock.bootstrap_port}" if mock.role == "prefill" else mock.url
+
+    def _registration(self, mock: SglangMock) -> dict[str, object]:
+        """What ``POST /workers`` is told besides URL and role."""
+        return {"bootstrap_port": mock.bootstrap_port} if mock.role == "prefill" else {}
+
+    async def _nobody_waits(self) -> None:
+        """See that no worker waits for another."""
+        await soon(lambda: not any(mock.engine.bootstrap.rooms for mock in self.prefills), "a leg waits in a room")
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -88,6 +105,7 @@ class Product:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+        await asyncio.sleep(0)  # in which what was cancelled ends
         tasks = asyncio.all_tasks() - self._others - {asyncio.current_task()}
         assert not tasks, f"tasks are left: {tasks}"
 
@@ -130,8 +148,8 @@ class Product:
             "drain_settle_secs": 0,
             "shutdown_grace_period_secs": 0,
             "log_level": "error",
-            "prefill": [f"{mock.url} {mock.bootstrap_port}" for mock in self.prefills],
-            "decode": [mock.url for mock in self.decodes],
+            "prefill": [self._start_option(mock) for mock in self.prefills],
+            "decode": [self._start_option(mock) for mock in self.decodes],
         }
         return Settings(**values | self._given)
 
@@ -194,9 +212,7 @@ class Product:
 
     async def add(self, mock: SglangMock, **fields: object) -> str:
         """Register a mock by ``POST /workers``; its id. It need not run, and is not waited for."""
-        body = {"url": mock.url, "worker_type": mock.role, **fields}
-        if mock.role == "prefill":
-            body["bootstrap_port"] = mock.bootstrap_port
+        body = {"url": mock.url, "worker_type": mock.role, **self._registration(mock), **fields}
         answer = await self.client.post("/workers", body)
         assert answer.status == 202, answer.body
         assert answer.header("location") == f"/workers/{answer.json['worker_id']}"
@@ -229,7 +245,7 @@ class Product:
             assert mock.engine.live == {}, f"{mock.role} still runs requests"
         # Aborts are sent and not waited for, and a decode says over TCP that it has left a room.
         await soon(lambda: not self.service._egress.open_legs, "legs are left")
-        await soon(lambda: not any(mock.engine.bootstrap.rooms for mock in self.prefills), "a leg waits in a room")
+        await self._nobody_waits()
 
 
 def names_of(leg: Record) -> set[str]:

@@ -1,0 +1,166 @@
+"""A client of a vLLM pair that leaves, at any moment: the legs end at once, and no worker keeps blocks for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+from http_client import Exchange
+from product import PROMPT, soon
+from vllm_product import HANDING, WAYS, VllmProduct, of_all, once
+from vllm_requests import LISTS, OF_PROMPT, ONE, Question, streamed
+
+from extproc.mock import Fault, Outcome, Point, Record
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KINDS: dict[str, Question] = {
+    **ONE,
+    "chat stream": streamed(ONE["chat"]),
+    "messages stream": streamed(ONE["messages"]),
+    "list": LISTS["texts"],
+    "list stream": streamed(LISTS["texts"]),
+    "logprobs": OF_PROMPT["completions"],
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+LEAVE: dict[str, Callable[[Exchange], float]] = {"close": Exchange.close, "reset": Exchange.reset}
+LEAVES = pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=HANDING)
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[VllmProduct]:
+    async with VllmProduct(way=WAYS[request.param], prefills=2, decodes=2) as product:
+        yield product
+
+
+def parts_of(kind: str) -> int:
+    """How many pairs of legs serve a request."""
+    return len(KINDS[kind][1]["prompt"]) if kind.startswith("list") else 1
+
+
+def see_prompt_ends(legs: list[Record], left: float) -> None:
+    """See that the legs ended within the project's bound after the client left."""
+    assert legs
+    for leg in legs:
+        assert leg.ended is not None
+        assert leg.ended - left < PROMPT
+
+
+@LEAVES
+@KIND
+async def test_while_the_prefill_works(product: VllmProduct, kind, leave):
+    """With Mooncake the prefill is let finish, or the decode would keep its blocks; only the decode leg is ended."""
+    once(product.prefills, Fault(delay_first_token=60 if product.way.in_turn else 0.4), times=3)
+    exchange = await product.client.open(*KINDS[kind])
+    prefill = await product.busy(product.prefills)
+    await prefill.received(parts_of(kind))
+    if not product.way.in_turn:
+        await soon(lambda: len(of_all(product.decodes)) == parts_of(kind), "a decode leg never came")
+    left = leave(exchange)
+    await product.settled()
+    if product.way.in_turn:
+        see_prompt_ends(of_all(product.prefills), left)
+        assert {leg.outcome for leg in of_all(product.prefills)} == {Outcome.CLIENT_CLOSED}
+        assert not of_all(product.decodes)
+    else:
+        see_prompt_ends(of_all(product.decodes), left)
+        assert {leg.outcome for leg in of_all(product.prefills)} == {Outcome.COMPLETED}
+
+
+@LEAVES
+@KIND
+async def test_between_the_legs(product: VllmProduct, kind, leave):
+    """The prefill's answer is out, and pins blocks; the decode worker has yet to see the request."""
+    if not product.way.in_turn:
+        return
+    once(product.decodes, Fault(hang=Point.UPLOAD), times=parts_of(kind))
+    exchange = await product.client.open(*KINDS[kind])
+    decode = await product.busy(product.decodes)
+    await decode.arrived(parts_of(kind))
+    assert sum(len(mock.pins) for mock in product.prefills) == parts_of(kind)
+    left = leave(exchange)
+    await product.settled()  # nothing is pinned any more
+    see_prompt_ends(of_all(product.decodes), left)
+
+
+@LEAVES
+@KIND
+async def test_while_the_decode_is_silent(product: VllmProduct, kind, leave):
+    once(product.decodes, Fault(delay_head=60), times=3)
+    exchange = await product.client.open(*KINDS[kind])
+    decode = await product.busy(product.decodes)
+    await decode.received(parts_of(kind))
+    left = leave(exchange)
+    await product.settled()
+    see_prompt_ends(of_all(product.decodes), left)
+    assert {leg.outcome for leg in of_all(product.decodes)} <= {Outcome.CLIENT_CLOSED}
+
+
+@LEAVES
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("stream")])
+async def test_in_a_stream_that_flows(product: VllmProduct, kind, leave):
+    once(product.decodes, Fault(delay_token=0.01, tokens=5000), times=3)
+    path, body = KINDS[kind]
+    exchange = await product.client.open(path, {**body, "max_tokens": 5000})
+    for _ in range(3):
+        await exchange.piece()
+    left = leave(exchange)
+    await product.settled()
+    see_prompt_ends(of_all(product.decodes), left)
+    assert product.records.all[0].status == 200
+
+
+@LEAVES
+@KIND
+async def test_in_a_pause_between_two_attempts(product: VllmProduct, kind, leave):
+    once(product.prefills, Fault(status=503, headers=(("retry-after", "20"),)))
+    exchange = await product.client.open(*KINDS[kind])
+    prefill = await product.busy(product.prefills)
+    await prefill.idle()
+    await soon(lambda: product.load == {}, "the first attempt counts on")
+    assert product.gateway.alive == 1
+    leave(exchange)
+    await product.settled()
+    assert len({mock.url for mock in product.prefills if of_all([mock])}) == 1
+    assert product.records.all[0].attempts == 1
+
+
+@LEAVES
+@pytest.mark.parametrize("kind", ["chat", "chat stream", "messages stream", "list stream"])
+async def test_during_a_late_answer(product: VllmProduct, kind, leave):
+    """The second attempt after the decode leg was released is answered over a second call."""
+    once(product.decodes, Fault(status=503, headers=(("retry-after", "0"),)))
+    once(product.decodes, Fault(delay_head=60), times=3)
+    exchange = await product.client.open(*KINDS[kind])
+    await soon(lambda: len({leg.outcome for leg in of_all(product.decodes)}) == 2, "there was no second attempt")
+    await soon(lambda: len([m for m in product.decodes if m.live and m.live[0].received]) == 1, "it came to nobody")
+    left = leave(exchange)
+    await product.settled()
+    see_prompt_ends([leg for leg in of_all(product.decodes) if leg.outcome is Outcome.CLIENT_CLOSED], left)
+
+
+@LEAVES
+async def test_in_a_late_stream_that_flows(product: VllmProduct, leave):
+    once(product.decodes, Fault(status=503, headers=(("retry-after", "0"),)))
+    once(product.decodes, Fault(delay_token=0.01, tokens=5000))
+    path, body = KINDS["chat stream"]
+    exchange = await product.client.open(path, {**body, "max_tokens": 5000})
+    for _ in range(3):
+        await exchange.piece()
+    assert exchange.reply.header("x-pd-attempts") == "2"
+    left = leave(exchange)
+    await product.settled()
+    see_prompt_ends([leg for leg in of_all(product.decodes) if leg.status != 503], left)
+
+
+@pytest.mark.parametrize("count", [40])
+async def test_many_at_once(product: VllmProduct, count):
+    once(product.prefills, Fault(delay_first_token=0.5), times=1000)
+    kinds = list(KINDS)
+    exchanges = [await product.client.open(*KINDS[kinds[number % len(kinds)]]) for number in range(count)]
+    await soon(lambda: product.gateway.alive == count, "not all requests came")
+    for number, exchange in enumerate(exchanges):
+        LEAVE["reset" if number % 2 else "close"](exchange)
+    await product.settled()
+    assert len(product.records.all) == count

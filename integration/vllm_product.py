@@ -1,0 +1,133 @@
+"""The whole product with mock vLLM workers, and what their tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import FIRST_COMPLETED as FIRST
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from product import Product, soon
+
+from extproc.mock import Fault, Point, Record
+from extproc.mock.faults import Rule
+from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
+
+
+class Way(NamedTuple):
+    """How KV caches get from prefill to decode workers: the engines' connector, what the gateway does, and settings."""
+
+    connector: str
+    handoff: str
+    settings: dict[str, object]
+    in_turn: bool = True
+
+
+WAYS = {
+    "nixl": Way(NIXL, "nixl", {}),
+    "mooncake": Way(MOONCAKE, "mooncake", {}, in_turn=False),
+    "mooncake in turn": Way(MOONCAKE, "mooncake", {"mooncake_dispatch": "sequential"}),
+    "passthrough": Way("", "passthrough", {}),
+}
+HANDING = [name for name in WAYS if name != "passthrough"]
+
+
+class VllmProduct(Product):
+    """One gateway with vLLM workers that hand over by ``way``; ``options`` are the mocks', ``settings`` as in Product.
+
+    The mocks know no prefix cache and say nothing of cached tokens unless told to, so that their answers depend on
+    nothing but the request.
+    """
+
+    prefills: list[VllmMock]  # type: ignore[assignment]
+    decodes: list[VllmMock]  # type: ignore[assignment]
+    mocks: list[VllmMock]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        prefills: int = 1,
+        decodes: int = 1,
+        *,
+        way: Way = WAYS["nixl"],
+        options: dict[str, Any] | None = None,
+        wait: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.way = way
+        self._options = {"model": "tiny", "prompt_tokens_details": False, "prefix_caching": False, **(options or {})}
+        super().__init__(prefills, decodes, wait=wait, **{**way.settings, **settings})
+
+    @property
+    def prefill(self) -> VllmMock:
+        """The (first) prefill worker."""
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> VllmMock:
+        """The (first) decode worker."""
+        return self.decodes[0]
+
+    def _mock(self, role: str) -> VllmMock:  # type: ignore[override]
+        return VllmMock(role, connector=self.way.connector, **self._options)
+
+    def _start_option(self, mock: VllmMock) -> object:  # type: ignore[override]
+        return {"url": mock.url, **self._registration(mock)}
+
+    def _registration(self, mock: VllmMock) -> dict[str, object]:  # type: ignore[override]
+        fields: dict[str, object] = {"kv_connector": self.way.connector} if self.way.connector else {}
+        if mock.has_bootstrap:
+            fields["bootstrap_port"] = mock.bootstrap_port
+        return fields
+
+    async def restart(self, mock: VllmMock, **options: Any) -> VllmMock:
+        """Start a worker that has died again, on its ports; the gateway takes it for the same one."""
+        same = {"side_channel_port": mock.side_channel_port, "engine_id": mock.engine_id}
+        again = VllmMock(
+            mock.role,
+            connector=mock.connector_name,
+            port=mock.port,
+            bootstrap_port=mock.bootstrap_port,
+            **{**same, **self._options, **options},
+        )
+        await self._stack.enter_async_context(again)
+        for mocks in (self.prefills, self.decodes, self.mocks):
+            mocks[:] = [again if one is mock else one for one in mocks]
+        return again
+
+    async def busy(self, mocks: Sequence[VllmMock]) -> VllmMock:
+        """Wait until one of these workers has got a leg; that one."""
+        await asyncio.wait(waits := [asyncio.create_task(mock.arrived()) for mock in mocks], return_when=FIRST)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        return next(mock for mock in mocks if mock.legs)
+
+    async def settled(self) -> None:
+        """See Product; no KV cache may be kept for a decode that will not come."""
+        await self.records.until(lambda: self.gateway.alive == 0)
+        await soon(lambda: self.load == {}, "a leg counts on a worker")  # prefills that are let finish
+        await super().settled()
+        assert not self.gateway.late
+
+    async def _nobody_waits(self) -> None:
+        for mock in self.mocks:
+            await soon(lambda mock=mock: not mock.pinned, f"{mock.role} keeps blocks of {mock.pins}")
+            await soon(lambda mock=mock: not mock.engine.blocks.usage, f"{mock.role} keeps blocks")
+
+
+def of_all(mocks: Iterable[VllmMock]) -> list[Record]:
+    """The legs that some workers got, orders to free blocks not counted."""
+    return [leg for mock in mocks for leg in mock.legs if not leg.body.startswith(b'{"prompt":"x"')]
+
+
+def once(mocks: Iterable[VllmMock], fault: Fault, times: int = 1) -> None:
+    """Let whichever of the workers gets the next leg misbehave, ``times`` times in all; orders to free blocks aside."""
+    early = Point.UPLOAD in (fault.drop, fault.hang)  # nothing is known of the body then
+    rule = Rule(fault, times=times, body_contains=None if early else b'"model"')
+    for mock in mocks:
+        mock.fail(rule)
+
+
+def params(leg: Record) -> Any:
+    """The ``kv_transfer_params`` of a leg; None where there are none."""
+    return leg.json.get("kv_transfer_params")
