@@ -68,6 +68,7 @@ async def test_another_decode_takes_the_same_handoff(product: VllmProduct, aggre
 @KIND
 async def test_another_pair_answers(product: VllmProduct, aggregated: Client, kind, failure):
     once(product.decodes, replace(TRANSIENT[failure], delay_head=0.1))  # when all its siblings have come
+    once(product.decodes, Fault(delay_head=0.3), times=2)  # which have not begun to answer
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.code) == (200, None), answer.body
     assert answer_of(answer, LOOSE) == answer_of(await aggregated.post(*KINDS[kind]), LOOSE)
@@ -86,8 +87,7 @@ async def test_another_pair_answers(product: VllmProduct, aggregated: Client, ki
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "list", "logprobs"])
 async def test_all_decodes_say_that_they_are_busy(product: VllmProduct, kind):
-    for mock in product.decodes:
-        mock.fail(Fault(status=503, body=BUSY, delay_head=0.1, headers=(("retry-after", "0"),)))
+    once(product.decodes, Fault(status=503, body=BUSY, delay_head=0.1, headers=(("retry-after", "0"),)), times=6)
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.body.decode()) == (503, BUSY)
     assert answer.header("x-pd-attempts") == "2"

@@ -115,6 +115,7 @@ async def test_in_a_stream_that_flows(product: VllmProduct, kind, leave):
 @KIND
 async def test_in_a_pause_between_two_attempts(product: VllmProduct, kind, leave):
     once(product.prefills, Fault(status=503, headers=(("retry-after", "20"),)))
+    once(product.prefills, Fault(delay_first_token=0.3), times=2)  # its siblings: what ends as it is cancelled stays
     exchange = await product.client.open(*KINDS[kind])
     prefill = await product.busy(product.prefills)
     await prefill.idle()
@@ -156,7 +157,7 @@ async def test_in_a_late_stream_that_flows(product: VllmProduct, leave):
 
 @pytest.mark.parametrize("count", [40])
 async def test_many_at_once(product: VllmProduct, count):
-    once(product.prefills, Fault(delay_first_token=0.5), times=1000)
+    once(product.prefills, Fault(delay_first_token=60 if product.way.in_turn else 0.5), times=1000)
     kinds = list(KINDS)
     exchanges = [await product.client.open(*KINDS[kinds[number % len(kinds)]]) for number in range(count)]
     await soon(lambda: product.gateway.alive == count, "not all requests came")
