@@ -88,6 +88,9 @@ class Call:
         head = fields(await self.next("response_headers"))
         response = ep.ProcessingResponse()
         change(response.response_headers, {LATE: name})
+        # The second call can say nothing of a body as long as there is none: the worker's may never come.
+        response.response_headers.response.status = ep.CommonResponse.CONTINUE_AND_REPLACE
+        response.response_headers.response.body_mutation.body = b"never seen"
         await self.send(response)
         return head
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from dataplane_rig import Answer, Rig, Worker, answer, hang_up, never, unreachable
+from dataplane_rig import Answer, Request, Rig, Worker, answer, hang_up, never, unreachable
 from dataplane_script import PASS, PATH, PATIENCE, Scripted, Stage, fields
 
 from extproc.dataplane import ext_proc
@@ -119,11 +119,28 @@ async def test_the_second_answer_may_take_its_time(stage: Stage) -> None:
 # An answer's head was there
 
 
+def begun(*pieces: bytes) -> Answer:
+    """A worker's behaviour: a head, these pieces of a body, and no end."""
+
+    async def behave(_: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in pieces:
+            await writer.drain()
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        await asyncio.Event().wait()
+        return False
+
+    return behave
+
+
 @pytest.mark.parametrize(
     ("behave", "status", "code"),
     [
         (answer(b'{"e":1}', "503 Service Unavailable"), "503", None),
         (answer(b'{"e":1}'), "200", None),
+        (answer(b"", "503 Service Unavailable"), "503", None),
+        (begun(), "200", None),
+        (begun(b"data: theirs\n\n", b"data: theirs\n\n"), "200", None),
         (hang_up, "502", "decode_connection_lost"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from fakes import Rig, mooncake, mutated, rejection, released
 
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
-from extproc.exchange.clock import LEFTOVER_SECONDS
+from extproc.exchange.clock import HEAD_SECONDS, LEFTOVER_SECONDS
 from extproc.transport.interface import Lost
 from extproc.workers.worker import KvEngine
 
@@ -279,6 +279,8 @@ def test_decode_only_asks_a_decode_anew_since_the_first_one_waits_for_its_prefil
         client.decode_head()
     (leg,) = rig.egress.out
     leg.answer(status)
+    if not asked:
+        rig.clock.advance(HEAD_SECONDS)
     (decode,) = rig.egress.out
     assert (decode.cluster, decode.json) == ("decode", STREAM)
     assert sum(w.load for w in rig.workers) == 1

@@ -17,7 +17,14 @@ from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.paths import DECODE_PATHS, INFERENCE_PATHS, PREFILL_PATHS
 from extproc.errors import CATALOGUE, GatewayError
 from extproc.exchange.attempts import is_transient
-from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, LINGER_SECONDS, SECOND_CALL_SECONDS, UNPIN_SECONDS
+from extproc.exchange.clock import (
+    ABORT_SECONDS,
+    HEAD_SECONDS,
+    LEFTOVER_SECONDS,
+    LINGER_SECONDS,
+    SECOND_CALL_SECONDS,
+    UNPIN_SECONDS,
+)
 from extproc.exchange.record import NO_PARAMS, WAIVED, Record
 from extproc.flags import add_arguments, read_settings, split_prefill
 from extproc.handoff import sglang, vllm
@@ -77,6 +84,7 @@ def test_times_and_limits_are_the_codes():
     assert f"(vLLM, Mooncake) {vllm.HOLD_SECONDS:g} s" in timeouts
     assert f"that nobody wants any more (Mooncake) {LEFTOVER_SECONDS:g} s" in timeouts
     assert f"{LINGER_SECONDS * 1000:g} ms" in timeouts
+    assert f"before another answer is begun {HEAD_SECONDS * 1000:g} ms" in timeouts
     assert f"abort request to a worker, and the like {ABORT_SECONDS:g} s" in timeouts
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts

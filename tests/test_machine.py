@@ -25,7 +25,13 @@ PAUSED             EXPIRED           ENDED              answer_error
 PAUSED             CLOSED            OVER               finish
 PARALLEL           PREFILL_DONE      DECODING
 PARALLEL           PREFILL_FAILED    ENDED              drop_decode answer_error
-PARALLEL           PREFILL_REPLACED  OVER               relay drop_decode give_back
+PARALLEL           PREFILL_REPLACED  REPLACING          drop_decode await_head
+REPLACING          HEADLESS          OVER               relay give_back
+REPLACING          DECODE_HEAD       OVER               relay give_back
+REPLACING          DECODE_HEAD_EARLY OVER               relay give_back
+REPLACING          DECODE_REFUSED    OVER               relay give_back
+REPLACING          EXPIRED           ENDED              answer_error
+REPLACING          CLOSED            OVER               finish
 PARALLEL           DECODE_REPLACED   OVER               relay drop_prefill give_back
 PARALLEL           DECODE_HEAD       ANSWERING_PARALLEL pass_head
 PARALLEL           DECODE_HEAD_EARLY HELD               hold_head

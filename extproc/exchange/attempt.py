@@ -288,9 +288,8 @@ class Attempt:
         headers += plan.prefill_headers
         part.prefill = gateway.egress.send(headers, plan.prefill, answer)
         self.prefill.load += 1
-        if handoff.in_turn:
-            part.params = plan.params
-        else:  # both legs are out: an aborted decode tells the prefill itself
+        part.params = plan.params
+        if not handoff.in_turn:
             self._send_decode(part, plan.decode)
 
     def _send_decode(self, part: _Part, body: bytes) -> None:

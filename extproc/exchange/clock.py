@@ -8,6 +8,9 @@ from typing import Final, Protocol
 # How long a prefill leg may go on after the decode's answer ended. Measured on real SGLang: a prefill answers between
 # 5 ms before and 40 ms after the decode's first token.
 LINGER_SECONDS: Final = 0.05
+# For the head of a released decode's answer to come, before another answer is begun that it must not cross. Measured:
+# an engine that sends it before it has a token does so within 10 ms, one that answers an abort likewise.
+HEAD_SECONDS: Final = 0.05
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
 LEFTOVER_SECONDS: Final = 60.0  # for a prefill leg that nobody wants any more, where it must be let finish
 UNPIN_SECONDS: Final = 0.1  # for Envoy to end a decode leg

@@ -12,7 +12,7 @@ from extproc.apis.table import CHAT
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
-from extproc.exchange.clock import ABANDONED, LINGER_SECONDS, Handle
+from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.legs import (
     AnswerHead,
@@ -55,6 +55,7 @@ class DirectCourse:
         "_attempts",
         "_body",
         "_decode",
+        "_due",
         "_edits",
         "_error",
         "_handoff",
@@ -100,6 +101,7 @@ class DirectCourse:
         self._error: GatewayError | None = None
         self._attempts: Attempts | None = None
         self._pause = 0.0  # seconds before the next attempt
+        self._due = 0.0  # when it may begin, by the gateway's clock
         self._timer: Handle | None = None
         self._status = 0  # of the decode's answer
         self._local_reply = ""  # the code of an answer that Envoy made up itself
@@ -263,8 +265,6 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
-        if self._leg is not None:  # both legs are out: an aborted decode tells the prefill itself
-            self._params = b""
         session.call.send(
             head_reply(session, self._head, self._request, decode, self._path, body, destinations(self._upstreams))
         )
@@ -302,6 +302,11 @@ class DirectCourse:
         """See Outside."""
         self._release_plan()
         self._timer = self._session.gateway.clock.after(self._pause, self._try_again)
+
+    def await_head(self) -> None:
+        """See Outside."""
+        wait = min(self._pause, HEAD_SECONDS)
+        self._timer = self._session.gateway.clock.after(wait, lambda: self._fire(Event.HEADLESS))
 
     def answer_error(self) -> None:
         """See Outside."""
@@ -344,7 +349,8 @@ class DirectCourse:
             self._known_attempts(),
         )
         session.hand_on(course)
-        course.go_on(error, None if self._waives else self._pause, asked=self._status != 0)
+        pause = max(0.0, self._due - session.gateway.clock.now())
+        course.go_on(error, None if self._waives else pause, asked=self._status != 0)
 
     def give_back(self) -> None:
         """See Outside."""
@@ -437,6 +443,7 @@ class DirectCourse:
         if waives and handoff.waivable and is_transient(error):
             if self._state is not State.PREFILLING:
                 self._waives = True
+                self._wait(config.retry.initial)
                 return Event.PREFILL_REPLACED
             self._hand_over(b"")
             return Event.PREFILL_WAIVED
@@ -465,8 +472,12 @@ class DirectCourse:
         # Who is left is known now; whether they still are after the pause, then.
         if pause is None or not gateway.placer.has_pair(self._request.model, attempts.failed, self._prefill):
             return False
-        self._pause = pause
+        self._wait(pause)
         return True
+
+    def _wait(self, pause: float) -> None:
+        self._pause = pause
+        self._due = self._session.gateway.clock.now() + pause
 
     def _known_attempts(self) -> Attempts:
         """The request's attempts; most have one, and need not count."""

@@ -16,7 +16,8 @@ and raises :class:`IllegalTransitionError`. The machine has no sockets and no cl
                           │                          └──held long enough──► ANSWERING_PARALLEL
                           └──prefill failed, expired──► ENDED ──closed──► OVER
     ANSWERING, ANSWERING_PARALLEL ──prefill failed, expired──► CUT ──closed──► OVER
-    PARALLEL, HELD ──prefill replaced──► OVER    PARALLEL, DECODING ──decode replaced──► OVER    (handed on)
+    PARALLEL ──prefill replaced──► REPLACING ──decode head, headless──► OVER    HELD ──prefill replaced──► OVER
+    PARALLEL, DECODING ──decode replaced──► OVER    (all these hand the request on)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class State(IntEnum):
     PREFILLING = auto()  # the prefill leg is out; the decode leg waits for its answer
     PAUSED = auto()  # a prefill failed; another attempt is due
     PARALLEL = auto()  # both legs are out; the decode has not answered
+    REPLACING = auto()  # the prefill failed, another attempt is due; the decode leg is out, and of no use any more
     DECODING = auto()  # the decode leg is out, alone: the prefill is done, or there is none
     HELD = auto()  # an early decode head waits a moment for the prefill's fate
     ANSWERING_PARALLEL = auto()  # the decode's answer flows to the client; the prefill is still out
@@ -56,6 +58,7 @@ class Event(IntEnum):
     DECODE_HEAD_EARLY = auto()  # the decode answered 2xx before it can have the KV cache
     DECODE_REFUSED = auto()  # the decode answered with an error status, which is the client's
     DECODE_REPLACED = auto()  # it did, or its connection broke, but the request is to be tried elsewhere
+    HEADLESS = auto()  # no head of the decode's answer came in the moment that was granted to it
     HELD_ENOUGH = auto()  # the moment granted to an early head passed
     EXPIRED = auto()  # the request's time is over: its deadline passed, or the gateway stops
     LINGERED = auto()  # the moment granted to the prefill passed
@@ -76,6 +79,9 @@ class Outside(Protocol):
 
     def pause(self) -> None:
         """Wait a moment, then place the request anew and raise ACCEPTED..., or PREFILL_FAILED where nobody is left."""
+
+    def await_head(self) -> None:
+        """Wait a moment for the head of the decode's answer, then raise HEADLESS."""
 
     def relay(self) -> None:
         """Hand the request on to a course with legs of its own: a released one cannot be addressed to another."""
@@ -138,8 +144,15 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.PAUSED, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.PARALLEL, _E.PREFILL_DONE): (_S.DECODING, ()),
     (_S.PARALLEL, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
-    # Envoy hears of it before the decode does: a decode that is ended answers, and that answer is nobody's.
-    (_S.PARALLEL, _E.PREFILL_REPLACED): (_S.OVER, ("relay", "drop_decode", "give_back")),
+    (_S.PARALLEL, _E.PREFILL_REPLACED): (_S.REPLACING, ("drop_decode", "await_head")),
+    # Envoy is given another answer most safely where it asks about a worker's. One that we begin by ourselves may cross
+    # a worker's head, and is then lost: so that is done only when none has come for a moment.
+    (_S.REPLACING, _E.HEADLESS): (_S.OVER, ("relay", "give_back")),
+    (_S.REPLACING, _E.DECODE_HEAD): (_S.OVER, ("relay", "give_back")),
+    (_S.REPLACING, _E.DECODE_HEAD_EARLY): (_S.OVER, ("relay", "give_back")),
+    (_S.REPLACING, _E.DECODE_REFUSED): (_S.OVER, ("relay", "give_back")),
+    (_S.REPLACING, _E.EXPIRED): (_S.ENDED, ("answer_error",)),
+    (_S.REPLACING, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.PARALLEL, _E.DECODE_REPLACED): (_S.OVER, ("relay", "drop_prefill", "give_back")),
     (_S.PARALLEL, _E.DECODE_HEAD): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.PARALLEL, _E.DECODE_HEAD_EARLY): (_S.HELD, ("hold_head",)),

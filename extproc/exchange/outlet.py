@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Session
 
 _LATE: Final = LATE.encode()
+_UNSEEN: Final = b" "  # a body that must not be empty
 
 
 class Outlet(Protocol):
@@ -113,11 +114,12 @@ class LateReply:
         gateway = session.gateway
         gateway.late[self._id] = self
         if asked:
-            session.call.send(wire.response_headers_reply(wire.set_header(_LATE, self._id)))
+            # With a body of ours, since of the second call Envoy takes none as long as the worker has not sent any.
+            session.call.send(wire.response_headers_replaced(wire.set_header(_LATE, self._id), _UNSEEN))
         else:
             record.status, record.code, record.message = error.status, error.fault.code, error.message
             headers = [*error.headers, (b"x-request-id", record.request_id), (_LATE, self._id)]
-            session.call.send(wire.immediate_reply(error.status, headers, error.body or b" "))
+            session.call.send(wire.immediate_reply(error.status, headers, error.body or _UNSEEN))
         self._waiting = gateway.clock.after(SECOND_CALL_SECONDS, self.closed)
 
     def opened(self, call: Call, headers: Iterable[HeaderValue]) -> None:
@@ -163,7 +165,7 @@ class LateReply:
         if self._session.gateway.config.response_headers:
             headers += naming_headers(record)
         self.head(error.status, headers)
-        self.body(error.body or b" ", end=True)
+        self.body(error.body or _UNSEEN, end=True)
 
     @property
     def queued(self) -> int:

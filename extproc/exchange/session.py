@@ -63,6 +63,7 @@ class Session:
     __slots__ = (
         "_answered",
         "_api",
+        "_bodyless",
         "_course",
         "_head",
         "_late",
@@ -85,6 +86,7 @@ class Session:
         self._size = 0
         self._course: Course | None = None
         self._answered = False
+        self._bodyless = False  # the request ended with its head
         self._named = False  # by the client
         self._late: LateReply | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
@@ -97,6 +99,7 @@ class Session:
         kind = request.WhichOneof("request")
         if kind == "request_headers":
             headers = request.request_headers
+            self._bodyless = headers.end_of_stream
             self._on_head(RequestHead.of(headers.headers.headers))
             if headers.end_of_stream:
                 self._on_complete()
@@ -286,4 +289,4 @@ class Session:
         if keeper is None:
             message = f"Response with id '{name[:_LOGGED_MODEL]}' not found."
             raise GatewayError("response_not_found", message, param="response_id")
-        return DirectCourse.stored(self, head, keeper, raw if self._size or head.method == "POST" else None)
+        return DirectCourse.stored(self, head, keeper, None if self._bodyless else raw)

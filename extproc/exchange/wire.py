@@ -86,6 +86,12 @@ def response_headers_reply(mutation: bytes) -> bytes:
     return _mutation(2, mutation)
 
 
+def response_headers_replaced(mutation: bytes, body: bytes) -> bytes:
+    """``ProcessingResponse.response_headers`` that also puts ``body`` in the place of the answer's, come or not."""
+    common = b"\x08\x01" + field(2, mutation) + field(3, field(1, body))  # status CONTINUE_AND_REPLACE
+    return field(2, field(1, common))
+
+
 def response_trailers_reply() -> bytes:
     """``ProcessingResponse.response_trailers`` with nothing changed."""
     return b"\x32\x00"
