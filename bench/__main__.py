@@ -10,7 +10,7 @@ import uvloop
 
 from bench import late, profiling, report
 from bench.engine import Kind
-from bench.measure import CASES
+from bench.measure import CASES, LATE_CASES
 from bench.run import SYSTEMS, Plan, run
 from bench.systems import Launch
 
@@ -21,7 +21,7 @@ def main() -> int:
     if options.markdown:
         print(report.markdown(report.newest()))
         return 0
-    cases = [case for case in CASES if not options.case or case.name in options.case]
+    cases = [case for case in CASES + LATE_CASES if case.name in options.case] if options.case else list(CASES)
     concurrencies = options.concurrency or [1, 32]
     if options.profile:
         case = cases[0]
@@ -30,7 +30,7 @@ def main() -> int:
     rounds = options.rounds or (2 if options.quick else 5)
     share = 0.2 if options.quick else 1.0
     if options.late:
-        result = uvloop.run(run(late.plan(concurrencies, rounds, share)))
+        result = uvloop.run(run(late.plan(options.case, concurrencies, rounds, share)))
         path = report.save(result, "late-")
     else:
         systems = [system for system in SYSTEMS if not options.system or system.name in options.system]
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="about two minutes: fewer requests, two rounds")
     parser.add_argument(
-        "--case", action="append", choices=[case.name for case in CASES], help="repeatable; default all"
+        "--case", action="append", choices=[case.name for case in CASES + LATE_CASES], help="repeatable; default all"
     )
     parser.add_argument(
         "--system", action="append", choices=[system.name for system in SYSTEMS], help="repeatable; default all"

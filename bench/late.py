@@ -86,9 +86,11 @@ def without_late_filter(config: str) -> str:
     return yaml.safe_dump(document, sort_keys=False)
 
 
-def plan(concurrencies: Sequence[int], rounds: int, share: float) -> Plan:
-    """Normal requests with and without the filter, and late ones."""
+def plan(names: Sequence[str] | None, concurrencies: Sequence[int], rounds: int, share: float) -> Plan:
+    """Normal requests with and without the filter, and late ones; only those of the ``names``, if any are given."""
     cases = [case for case in CASES if case.name in _NORMAL] + list(LATE_CASES)
+    if names:
+        cases = [case for case in cases if case.name in names]
     systems = [Apart(_WITH, filtered=True), Apart(_WITHOUT, filtered=False, only=frozenset(_NORMAL))]
     return Plan(cases, systems, concurrencies, rounds, share)
 

@@ -147,6 +147,14 @@ def test_late_systems_differ_in_the_filter_only():
         late.without_late_filter(changed)
 
 
+@pytest.mark.parametrize(
+    ("names", "planned"),
+    [(None, ["small", "stream", "late-small", "late-stream"]), (["late-small", "220k"], ["late-small"])],
+)
+def test_late_cases_are_those_asked_for(names, planned):
+    assert [case.name for case in late.plan(names, [32], 1, 1.0).cases] == planned
+
+
 def http_filters(listener: dict) -> list[dict]:
     return listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
 
