@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 RESULTS = REPOSITORY / "bench" / "results"
 _PEER = "smg"
+_OURS = {"pd-extproc": "", "pd-extproc-no-ids": ", no token reuse"}  # system: what a row of it adds to the title
 
 
 def save(result: Result, prefix: str = "") -> Path:
@@ -101,22 +102,29 @@ def _markdown_table(table_cells: list[Result]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for _, cells in groupby(table_cells, lambda c: (c["case"], c["concurrency"])):
-        by_name = {cell["system"]: cell for cell in cells}
-        ours = by_name.get("pd-extproc")
-        if ours is None:
-            continue
-        direct = by_name.get("direct")
-        plain = f"{direct['cpu_total']:.0f}" if direct else "-"
-        split = f"{ours['cpu']['envoy']:.0f} + {ours['cpu']['sidecar']:.0f} = **{ours['cpu_total']:.0f}**"
-        for peer in [cell for name, cell in by_name.items() if name.startswith(_PEER)]:
+        group = list(cells)
+        for ours in group:
+            if ours["system"] in _OURS:
+                lines += _markdown_rows(ours, group)
+    return lines
+
+
+def _markdown_rows(ours: Result, group: list[Result]) -> list[str]:
+    """One row for each peer in the same case."""
+    title = ours["title"] + _OURS[ours["system"]]
+    plain = next((f"{cell['cpu_total']:.0f}" for cell in group if cell["system"] == "direct"), "-")
+    split = f"{ours['cpu']['envoy']:.0f} + {ours['cpu']['sidecar']:.0f} = **{ours['cpu_total']:.0f}**"
+    rows = []
+    for peer in group:
+        if peer["system"].startswith(_PEER):
             low, _, high = ratio_range(ours, peer)
             policy = " (cache_aware)" if peer["system"] != _PEER else ""
-            lines.append(
-                f"| {ours['title']} | {ours['concurrency']} | {plain} | {split} | {peer['cpu_total']:.0f}{policy} "
+            rows.append(
+                f"| {title} | {ours['concurrency']} | {plain} | {split} | {peer['cpu_total']:.0f}{policy} "
                 f"| **{ours['cpu_total'] / peer['cpu_total']:.2f}** ({low:.2f} to {high:.2f}) "
                 f"| {_pair(ours)} | {_pair(peer)} |"
             )
-    return lines
+    return rows
 
 
 def _pair(cell: Result) -> str:

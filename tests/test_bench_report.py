@@ -96,7 +96,9 @@ def test_markdown_has_one_line_per_peer(result):
 
 def test_markdown_has_a_table_for_each_handoff(result):
     result["cells"] += [each | {"case": "vllm-small", "title": "small chat, NIXL"} for each in result["cells"]]
+    result["cells"].append(result["cells"][-3] | {"system": "pd-extproc-no-ids"})
     sglang, vllm = report.markdown(result).split("vLLM, NIXL")
+    assert "| small chat, NIXL, no token reuse | 32 | 55 |" in vllm
     assert "small chat, NIXL" in vllm
     assert "small chat, NIXL" not in sglang
 
