@@ -32,6 +32,7 @@ def dataplane_config(settings: Settings) -> DataplaneConfig:
         max_payload_bytes=settings.max_payload_size,
         concurrency=settings.envoy_concurrency,
         ca_file=DEBIAN_CA_FILE if settings.worker_ca_file is None else str(settings.worker_ca_file),
+        late_answers=settings.retry_released,
         access_log=settings.access_log,
     )
 

@@ -345,6 +345,7 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         response_headers=settings.response_headers,
         trust_client=settings.trust_client_control_fields,
         retry=_retry_policy(settings),
+        retry_released=settings.retry_released,
         kv_missing=settings.kv_missing,
     )
 

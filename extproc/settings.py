@@ -195,6 +195,8 @@ class Settings(BaseModel):
     kv_missing: Annotated[KvMissing, Option(
         Group.FAILURES, "prefill gave nothing to fetch: recompute or fail", "NAME")
     ] = KvMissing.RECOMPUTE
+    retry_released: Annotated[bool, Option(
+        Group.FAILURES, "also when the decode leg is under way")] = True
     retry_max_retries: Annotated[Count, Option(
         Group.FAILURES, "attempts at one request, the first included", "COUNT")] = 5
     retry_initial_backoff_ms: Annotated[Count, Option(

@@ -196,6 +196,11 @@ def test_the_late_filter_is_skipped_unless_the_answer_has_its_header() -> None:
     assert matcher["on_match"]["action"]["typed_config"]["@type"].endswith("SkipFilter")
 
 
+def test_without_late_answers_there_is_no_late_filter() -> None:
+    filters = manager(render(late_answers=False), "clients")["http_filters"]
+    assert [each["name"] for each in filters] == ["ext_proc", "envoy.filters.http.router"]
+
+
 def test_workers_cannot_set_the_late_header() -> None:
     assert LATE in manager(render(), "clients")["route_config"]["response_headers_to_remove"]
     assert all(LATE in route["response_headers_to_remove"] for route in routes(render(), "egress"))

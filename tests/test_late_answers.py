@@ -135,6 +135,42 @@ def test_no_two_requests_have_the_same_second_call(rig):
     assert len(names) == 2
 
 
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_where_late_answers_are_switched_off_the_first_failure_is_the_answer(body):
+    rig = Rig(retry=STEADY, retry_released=False)
+    client = rig.post(PATH, body)
+    released(client)
+    prefill(rig).answer(500, b"kaputt")
+    (message,) = client.call.take()
+    assert (message.immediate_response.status.code, b"kaputt" in message.immediate_response.body) == (502, True)
+    assert "x-pd-late" not in str(message)
+    rig.clock.advance(1)
+    assert [leg.path for leg in rig.egress.out if leg.path == PATH] == []
+    client.close()
+    rig.assert_nothing_is_left()
+
+    client = rig.post(PATH, body)
+    released(client)
+    client.decode_head(503, WORKER)
+    (message,) = client.call.take()
+    assert message.WhichOneof("response") == "response_headers"  # the worker's own answer
+    assert "x-pd-late" not in str(message)
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_a_held_request_is_tried_again_all_the_same():
+    rig = Rig(*nixl(), retry=STEADY, retry_released=False)
+    client = rig.post(PATH, CHAT)
+    prefill(rig).answer(500)
+    rig.clock.advance(STEADY.initial)
+    prefill(rig).answer(body=ANSWER)
+    released(client)
+    client.decode_head(headers=WORKER)
+    client.close()
+    rig.assert_nothing_is_left()
+
+
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "retry_max_backoff_ms": ("70", "70", 70),
     "retry_backoff_multiplier": ("1", "1", 1.0),
     "retry_jitter_factor": ("0", "0", 0.0),
+    "retry_released": ("false", "false", False),
     "disable_retries": ("true", "true", True),
     "drain_settle_secs": ("0", "0", 0),
     "shutdown_grace_period_secs": ("0", "0", 0),

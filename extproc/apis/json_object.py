@@ -10,6 +10,7 @@ Measured (220 KB prompt): validate and slice 70 µs, edit 9 µs; orjson takes 10
 from __future__ import annotations
 
 import re
+from codecs import utf_8_decode
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,7 @@ from extproc.errors import GatewayError
 
 _SLICES: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_PIECE: Final = 1 << 15  # bytes
 _MOST_MEMBERS: Final = 1000  # at the top level; no API has a tenth of that, and each costs time that others wait
 _WS: Final = rb"[ \t\n\r]*"
 _STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
@@ -76,7 +78,7 @@ class JsonObject:
             raise GatewayError("invalid_json", "JSON syntax error: the request body is empty")
         try:
             if not raw.isascii():
-                raw.decode()  # slicing does not look into strings
+                _check_utf8(raw)  # slicing does not look into strings
             self._values = _SLICES.decode(raw)
         except msgspec.ValidationError:
             raise GatewayError("invalid_json", "the request body must be a JSON object") from None
@@ -251,6 +253,18 @@ class JsonObject:
         while match := _KEY.match(raw, position):
             position = _value_end(raw, match.end())
             yield str(orjson.loads(match[1])), match.start(1), match.end(), position
+
+
+def _check_utf8(raw: bytes) -> None:
+    """Raise UnicodeDecodeError when ``raw`` is not UTF-8.
+
+    In pieces that stay in the processor's cache, of which nothing is kept: 220 KB take 65 µs, at once 400.
+    """
+    view = memoryview(raw)
+    at, size = 0, len(raw)
+    while at < size:
+        end = at + _PIECE
+        at += utf_8_decode(view[at:end], "strict", end >= size)[1]
 
 
 def _decoded(value: msgspec.Raw) -> Any:

@@ -31,6 +31,7 @@ class DataplaneConfig:
     upstream_idle_timeout: float = 3.0
     max_failovers: int = 8  # further workers of the ordered destination list that are tried when one is unreachable
     ca_file: str | None = DEBIAN_CA_FILE  # trusted for https:// workers; None: no https:// worker is ever trusted
+    late_answers: bool = True  # the service may answer a request after it was released to a worker
     access_log: bool = False  # one JSON line per client request on Envoy's stdout
 
     @property

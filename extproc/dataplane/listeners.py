@@ -76,7 +76,11 @@ def client_listener(config: DataplaneConfig) -> Listener:
             max_concurrent_streams=MAX_STREAMS, override_stream_error_on_invalid_http_message=True
         ),
         route_config=client_routes(config),
-        http_filters=[late_filter(config), ext_proc_filter(config), _router()],
+        http_filters=[
+            *([late_filter(config)] if config.late_answers else []),
+            ext_proc_filter(config),
+            _router(),
+        ],
         stream_idle_timeout=seconds(config.idle_timeout),
         use_remote_address=True,  # x-forwarded-for gets the client's address
         early_header_mutation_extensions=[_strip_control_headers()],

@@ -437,7 +437,8 @@ class DirectCourse:
         """What the failure of the prefill leg leads to."""
         config, handoff = self._session.gateway.config, self._handoff
         assert handoff is not None
-        if self._state not in (State.PREFILLING, State.PARALLEL, State.HELD):
+        released = self._state in (State.PARALLEL, State.HELD) and config.retry_released
+        if not released and self._state is not State.PREFILLING:
             return Event.PREFILL_FAILED
         waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
         if waives and handoff.waivable and is_transient(error):
@@ -453,12 +454,15 @@ class DirectCourse:
         """What a decode's answer with an error status, or Envoy's in its place, leads to."""
         if self._state not in (State.PARALLEL, State.DECODING) or self._handoff is None:
             return Event.DECODE_REFUSED
-        worker = self._decode
+        gateway, worker = self._session.gateway, self._decode
         error = head.error(worker)
         unreachable = error.fault.code.endswith("_unreachable")
         if not unreachable:  # else they were reported
-            report(self._session.gateway, (worker,), error)
-        if not self._may_try_again(error, self._upstreams if unreachable else (worker,)):
+            report(gateway, (worker,), error)
+        again = gateway.config.retry_released and self._may_try_again(
+            error, self._upstreams if unreachable else (worker,)
+        )
+        if not again:
             return Event.DECODE_REFUSED
         self._error = error
         self._session.record.code = ""

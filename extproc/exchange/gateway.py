@@ -35,6 +35,7 @@ class GatewayConfig:
     response_headers: bool = True  # x-pd-prefill, x-pd-decode, x-pd-handoff, server-timing
     trust_client: bool = False  # leave control fields in clients' bodies
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    retry_released: bool = True  # try requests anew whose decode leg Envoy has; Envoy must be set up for it
     kv_missing: KvMissing = KvMissing.RECOMPUTE
 
 

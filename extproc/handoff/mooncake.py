@@ -86,10 +86,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
         """See Handoff. Where the cache is was known before."""
         if not answer:
             return Handed(vllm.decode_body(request, edits, b"", trust_client=trust_client), Kv.RECOMPUTED)
-        told = plan.params
-        if (cached := _cached_tokens(answer)) is not None:
-            told = JsonObject(told).edited({"remote_prefill_cached_tokens": b"%d" % cached})
-        told = vllm.with_token_ids(told, answer)
+        told = _told(plan.params, answer)
         return Handed(vllm.decode_body(request, edits, told, trust_client=trust_client), Kv.HANDED, plan.params)
 
     def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
@@ -100,17 +97,22 @@ class MooncakeHandoff(vllm.VllmHandoff):
         return [(_UNPIN_PATH, _UNPIN % (_ASK % transfer.encode()))]
 
 
-def _cached_tokens(answer: bytes) -> int | None:
-    """How many of the prompt's tokens the prefill had in its cache, where its answer tells.
+def _told(params: bytes, answer: bytes) -> bytes:
+    """``params``, and what else the decode should know of the prefill's answer: token ids, tokens from its cache.
 
-    The decode reports what it is told, else all that it was sent, as if it had been cached (NIXL's parameters tell it).
+    A decode reports the cached tokens that it is told; else all that it was sent, as if it had been cached (NIXL's own
+    parameters tell them).
     """
     try:
-        usage = JsonObject(answer).get("usage")
+        said = JsonObject(answer)
+        usage, ids = said.get("usage"), said.raw_value("prompt_token_ids")
     except GatewayError:
-        return None
+        return params
+    put = {}
     for key in _DETAILS if isinstance(usage, dict) else ():
         details = usage.get(key)
         if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
-            return int(details["cached_tokens"])
-    return None
+            put["remote_prefill_cached_tokens"] = b"%d" % details["cached_tokens"]
+    if ids and ids.startswith(b"["):
+        put["prompt_token_ids"] = ids
+    return JsonObject(params).edited(put)

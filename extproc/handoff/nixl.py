@@ -57,7 +57,6 @@ class NixlHandoff(vllm.VllmHandoff):
         trust_client: bool = False,
     ) -> Handed:
         """See Handoff."""
-        params = vllm.returned_params(answer, needed=True) if answer else b""
-        told = vllm.with_token_ids(params, answer) if params else b""
-        body = vllm.decode_body(request, edits, told, trust_client=trust_client)
-        return Handed(body, Kv.HANDED if params else Kv.RECOMPUTED, params)
+        returned = vllm.Returned.of(answer, needed=True) if answer else vllm.Returned()
+        body = vllm.decode_body(request, edits, returned.told, trust_client=trust_client)
+        return Handed(body, Kv.HANDED if returned.params else Kv.RECOMPUTED, returned.params)

@@ -44,6 +44,6 @@ class PassthroughHandoff(vllm.VllmHandoff):
         trust_client: bool = False,
     ) -> Handed:
         """See Handoff. Without parameters the cache is where the connectors share it, as far as anybody can tell."""
-        params = vllm.returned_params(answer, needed=False) if answer else b""
+        params = vllm.Returned.of(answer, needed=False).params if answer else b""
         body = vllm.decode_body(request, edits, params, trust_client=trust_client)
         return Handed(body, Kv.HANDED if params else Kv.UNKNOWN if answer else Kv.RECOMPUTED, params)

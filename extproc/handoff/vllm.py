@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc.apis.json_object import Edits, JsonObject, LegEdits
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
@@ -31,11 +31,12 @@ _CAPS: Final = {
 }
 _SCORING: Final = (0, 1)
 _NOTHING: Final[frozenset[str]] = frozenset()
-# A generation that did not end well, in the answers of all APIs. Inside a JSON string the quotes would be escaped.
+# A generation that did not end well: in choices, and in a response's own beginning.
+_REASON: Final = b'_reason"'
+_BROKEN: Final = re.compile(rb'\s*:\s*"(?:abort|error)"')
+_STATUS: Final = re.compile(rb'"status"\s*:\s*"(?:failed|cancelled)"')
 _BRACKET: Final = ord("[")
-_BROKEN: Final = re.compile(
-    rb'"(?:finish_reason|stop_reason)"\s*:\s*"(?:abort|error)"|"status"\s*:\s*"(?:failed|cancelled)"'
-)
+_HEAD: Final = 4096  # bytes in which a response says its status
 # What a decode must be told: without all of it, it dies or waits for ever (seen with both connectors).
 FETCHED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")  # NIXL
 PUSHED: Final = ("transfer_id", "remote_engine_id", "remote_bootstrap_addr")  # Mooncake
@@ -121,34 +122,49 @@ def _dropped(body: JsonObject, *, trust_client: bool) -> frozenset[str]:
     return frozenset({_PARAMS}) if trust_client else CONTROL_FIELDS
 
 
-def returned_params(answer: bytes, *, needed: bool) -> bytes:
-    """The raw ``kv_transfer_params`` of a prefill's answer; empty where there are none, or none that a decode survives.
+class Returned(NamedTuple):
+    """What a prefill's answer says of the KV cache.
 
-    A decode that is told to fetch a cache, but not all it needs for that, dies or waits for ever. ``needed``: without
-    being told that, the decode fetches nothing, so what does not say it is as good as none.
+    Attributes:
+        params: its raw ``kv_transfer_params``; empty where there are none, or none that a decode survives.
+        token_ids: the raw list of the prompt's token ids; empty where it was not asked for.
     """
-    try:
-        found = JsonObject(answer).raw_value(_PARAMS)
-        if not found or found == b"null":
-            return b""
-        params = JsonObject(found)
-        fetches = params.get("do_remote_prefill")
-    except GatewayError:
-        return b""
-    if not fetches:
-        return b"" if needed else found
-    return found if _has(params, FETCHED) or _has(params, PUSHED) else b""
+
+    params: bytes = b""
+    token_ids: bytes = b""
+
+    @classmethod
+    def of(cls, answer: bytes, *, needed: bool) -> Returned:
+        """Read a prefill's answer.
+
+        A decode that is told to fetch a cache, but not all it needs for that, dies or waits for ever. ``needed``:
+        without being told that, the decode fetches nothing, so what does not say it is as good as none.
+        """
+        try:
+            said = JsonObject(answer)
+            params = said.raw_value(_PARAMS)
+            if not params or params == b"null" or not _is_whole(JsonObject(params), needed=needed):
+                return cls()
+        except GatewayError:
+            return cls()
+        ids = said.raw_value("prompt_token_ids")
+        return cls(params, ids if ids and ids[0] == _BRACKET else b"")
+
+    @property
+    def told(self) -> bytes:
+        """The parameters, and the token ids, so that the decode need not tokenise again (vllm pull request 48145).
+
+        It then also leaves the chat template alone: some 1.3 ms for 1,000 tokens, of which 10 µs are spent here.
+        """
+        if not self.token_ids:
+            return self.params
+        return JsonObject(self.params).edited({"prompt_token_ids": self.token_ids})
 
 
-def with_token_ids(params: bytes, answer: bytes) -> bytes:
-    """``params`` and the prompt's token ids, where the prefill's answer tells them, so that no decode tokenises again.
-
-    Only a leg that was asked for them tells them. Source: vllm pull request 48145.
-    """
-    if b'"prompt_token_ids":[' not in answer:
-        return params
-    ids = JsonObject(answer).raw_value("prompt_token_ids")
-    return JsonObject(params).edited({"prompt_token_ids": ids}) if ids and ids[0] == _BRACKET else params
+def _is_whole(params: JsonObject, *, needed: bool) -> bool:
+    if not params.get("do_remote_prefill"):
+        return not needed
+    return _has(params, FETCHED) or _has(params, PUSHED)
 
 
 def _has(params: JsonObject, keys: Sequence[str]) -> bool:
@@ -188,5 +204,10 @@ class VllmHandoff:
         return ()
 
     def failed(self, answer: bytes) -> bool:
-        """See Handoff."""
-        return any(word in answer for word in _MAYBE_BROKEN) and _BROKEN.search(answer) is not None
+        """See Handoff. Inside a JSON string the quotes would be escaped, so that text of a model cannot look so."""
+        at = answer.find(_REASON)
+        while at >= 0:
+            if _BROKEN.match(answer, at + len(_REASON)):
+                return True
+            at = answer.find(_REASON, at + 1)
+        return _STATUS.search(answer, 0, _HEAD) is not None

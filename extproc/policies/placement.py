@@ -81,10 +81,13 @@ class Placer:
     def _candidates(
         self, model: str | None, without: Collection[Worker], like: Worker | None
     ) -> tuple[Sequence[Worker], Sequence[Worker]]:
-        prefills = _others(self._fleet.usable(Role.PREFILL, model), without)
+        prefills, decodes = self._fleet.usable(Role.PREFILL, model), self._fleet.usable(Role.DECODE, model)
         if like is not None:
             prefills = tuple(prefill for prefill in prefills if prefill.pairing == like.pairing)
-        return prefills, _others(self._fleet.usable(Role.DECODE, model), without)
+        if without:
+            prefills = tuple(worker for worker in prefills if worker not in without)
+            decodes = tuple(worker for worker in decodes if worker not in without)
+        return prefills, decodes
 
     def _all_alike(self, prefills: Sequence[Worker], decodes: Sequence[Worker], *, any_model: bool) -> bool:
         """Whether each of ``prefills`` may be paired with each of ``decodes``, as in most fleets."""
