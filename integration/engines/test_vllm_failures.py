@@ -286,6 +286,7 @@ async def test_a_prefill_killed_before_the_decode_has_fetched(
 ) -> None:
     """The prefill leg has ended well, so that nothing of the request tells that the worker is gone."""
     body = {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh()}], "stream": stream}
+    await post(client, pair.url, CHAT_PATH, {**CHAT, **GREEDY})  # a decode that never met it is told by the bootstrap
     async with frozen(pair.decode):
         request = asyncio.create_task(ask(client, pair.url, body))
         await loaded(client, pair.url, pair.decode)
