@@ -362,6 +362,9 @@ def test_answers_of_failed_prefills(answer):
         b'{"choices":[{"index":0,"finish_reason":"length"}]}',
         b'{"status":"incomplete"}',
         json.dumps({"text": '"finish_reason":"abort"', "finish_reason": "length"}).encode(),
+        json.dumps({"status": "completed", "metadata": {"status": "failed", "finish_reason": "abort"}}).encode(),
+        json.dumps({"status": "completed", "tools": [{"stop_reason": "error"}]}).encode(),
+        b'{"choices":[{"finish_reason":"abort"}',
         json.dumps({"text": "error", "logprobs": ["abort", "failed"]}).encode(),
     ],
 )

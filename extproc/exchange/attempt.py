@@ -288,8 +288,9 @@ class Attempt:
         headers += plan.prefill_headers
         part.prefill = gateway.egress.send(headers, plan.prefill, answer)
         self.prefill.load += 1
-        part.params = plan.params
-        if not handoff.in_turn:
+        if handoff.in_turn:
+            part.params = plan.params
+        else:  # both legs are out: a decode that is aborted tells the prefill itself
             self._send_decode(part, plan.decode)
 
     def _send_decode(self, part: _Part, body: bytes) -> None:

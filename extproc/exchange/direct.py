@@ -265,6 +265,8 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
+        if self._leg is not None:  # both legs are out: a decode that is aborted tells the prefill itself
+            self._params = b""
         session.call.send(
             head_reply(session, self._head, self._request, decode, self._path, body, destinations(self._upstreams))
         )

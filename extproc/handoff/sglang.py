@@ -15,7 +15,6 @@ or more ends the prefill process there.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
@@ -24,6 +23,7 @@ import orjson
 
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
+from extproc.handoff.endings import broke_off
 from extproc.handoff.handoff import Alone, Handed, Plan
 from extproc.workers.worker import Worker
 
@@ -34,7 +34,6 @@ HOLD_SECONDS: Final = 0.03
 _ABORT_PATH: Final = b"/abort_request"
 _MEETING_PLACE: Final = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"})
 _ROOM_BITS: Final = 63
-_ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*(?:\{\s*"type"\s*:\s*)?"abort"')
 _NOTHING: Final[frozenset[str]] = frozenset()
 _WHOLE: Final = LegEdits()
 
@@ -123,12 +122,8 @@ class SglangHandoff:
         return ()
 
     def failed(self, answer: bytes) -> bool:
-        """See Handoff. An engine ends an aborted request with a success status and ``finish_reason`` "abort".
-
-        (``/generate``: {"type": "abort"}.) Inside a JSON string the quotes would be escaped, so that text of a model
-        cannot look like this.
-        """
-        return b'"abort"' in answer and _ABORTED.search(answer) is not None
+        """See Handoff."""
+        return broke_off(answer)
 
 
 def _plan(

@@ -10,7 +10,6 @@ Source: vllm 0.32 entrypoints/openai/*/protocol.py, entrypoints/anthropic/protoc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
@@ -18,6 +17,7 @@ from extproc.apis.json_object import Edits, JsonObject, LegEdits
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
 from extproc.apis.table import CHAT, COMPLETIONS, INFERENCE_GENERATE, MESSAGES, RESPONSES
 from extproc.errors import GatewayError
+from extproc.handoff.endings import broke_off
 from extproc.handoff.handoff import Alone, Kv, Plan
 from extproc.handoff.one_token import one_token
 from extproc.workers.worker import Role, Worker
@@ -31,12 +31,7 @@ _CAPS: Final = {
 }
 _SCORING: Final = (0, 1)
 _NOTHING: Final[frozenset[str]] = frozenset()
-# A generation that did not end well: in choices, and in a response's own beginning.
-_REASON: Final = b'_reason"'
-_BROKEN: Final = re.compile(rb'\s*:\s*"(?:abort|error)"')
-_STATUS: Final = re.compile(rb'"status"\s*:\s*"(?:failed|cancelled)"')
 _BRACKET: Final = ord("[")
-_HEAD: Final = 4096  # bytes in which a response says its status
 # What a decode must be told: without all of it, it dies or waits for ever (seen with both connectors).
 FETCHED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")  # NIXL
 PUSHED: Final = ("transfer_id", "remote_engine_id", "remote_bootstrap_addr")  # Mooncake
@@ -204,10 +199,5 @@ class VllmHandoff:
         return ()
 
     def failed(self, answer: bytes) -> bool:
-        """See Handoff. Inside a JSON string the quotes would be escaped, so that text of a model cannot look so."""
-        at = answer.find(_REASON)
-        while at >= 0:
-            if _BROKEN.match(answer, at + len(_REASON)):
-                return True
-            at = answer.find(_REASON, at + 1)
-        return _STATUS.search(answer, 0, _HEAD) is not None
+        """See Handoff."""
+        return broke_off(answer)
