@@ -105,6 +105,11 @@ def test_labels_of_the_same_names_are_lifted_and_the_field_wins() -> None:
     assert (won.kv.engine_id, won.bootstrap_port) == ("f", 8999)
 
 
+def test_short_names_of_connectors() -> None:
+    assert parsed(kv_connector="nixl").kv == KvConfig("NixlConnector")
+    assert parsed(labels={"kv_connector": "Mooncake"}).kv == KvConfig("MooncakeConnector")
+
+
 def test_the_document_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs/behaviour.md").read_text()
     table = text.split("## Registration\n")[1].split("\n\n`bootstrap_port`")[0]
@@ -195,6 +200,10 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
                 "Invalid JSON data: MultiConnector does not say which of its connectors moves the cache: "
                 "register that one's name, or give the engine's kv_transfer_config"
             ),
+        ),
+        (
+            LEAST | {"labels": {"kv_connector": "NixlPushConnector"}},
+            "Invalid JSON data: NixlPushConnector: its handoff is not supported (requests must name the transfer",
         ),
         (LEAST | {"kv_transfer_config": []}, "Invalid JSON data: kv_transfer_config"),
         (LEAST | {"kv_transfer_config": "{"}, "Invalid JSON data: kv_transfer_config: not JSON"),

@@ -70,6 +70,14 @@ class TestVllm:
             assert worker.pairing == ("vllm", "?", "")
             assert [path for path, _ in server.requests] == ["/health", "/v1/models", "/version"]
 
+    async def test_of_a_connector_that_nobody_knows_that_is_said(self) -> None:
+        async with engine(owner="vllm") as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, kv=KvConfig("TheirConnector")))
+            await until(f.registry, lambda: worker.usable)
+            trouble = "connector TheirConnector is not known: whatever the prefill returns is relayed"
+            assert f.registry.trouble(worker) == trouble
+            assert worker.pairing == ("vllm", "theirconnector", "")
+
     async def test_nixl_has_no_bootstrap_server(self) -> None:
         async with engine(owner="vllm") as server, fleet() as f:
             await server.stop_bootstrap()

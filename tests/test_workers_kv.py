@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
+from extproc.workers.connectors import doubt
 from extproc.workers.kv_config import KvConfig, KvConfigError, kv_config
 from extproc.workers.kv_engines import QueryError, agree, bootstrap_address, of_answer, of_registration, shown_id
 from extproc.workers.worker import KvEngine, Role, Worker, WorkerUrl
@@ -32,7 +33,21 @@ def multi(*children: Any, **more: Any) -> dict[str, Any]:
         ),
         (multi({"kv_connector": "NixlConnector"}, kv_role="kv_both"), KvConfig("NixlConnector", "kv_both")),
         (multi("LMCacheConnectorV1"), KvConfig("LMCacheConnectorV1", "kv_both")),
+        (multi("TheirConnector"), KvConfig("TheirConnector", "kv_both")),
+        (multi("NixlConnector", "TheirConnector"), KvConfig("NixlConnector", "kv_both")),
         (multi("ExampleConnector", "OffloadingConnector"), KvConfig("ExampleConnector", "kv_both")),
+        (multi(multi("NixlConnector"), "OffloadingConnector"), KvConfig("NixlConnector", "kv_both")),
+        (
+            multi(
+                "OffloadingConnector",
+                multi("LMCacheMPConnector", multi({"kv_connector": "mooncake"}), kv_role="kv_producer"),
+            ),
+            KvConfig("MooncakeConnector", "kv_producer"),
+        ),
+        (
+            multi(multi({"kv_connector": "NixlConnector"}), engine_id="e", kv_role="kv_producer"),
+            KvConfig("NixlConnector", "kv_producer", "e"),
+        ),
     ],
 )
 def test_the_engines_own_configuration(given: dict[str, Any], expected: KvConfig) -> None:
@@ -50,6 +65,50 @@ def test_fields_and_configuration_add_up() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nixl", "NixlConnector"),
+        ("NIXL", "NixlConnector"),
+        ("nixlconnector", "NixlConnector"),
+        ("nixlPULLconnector", "NixlConnector"),
+        ("Mooncake", "MooncakeConnector"),
+        ("mooncakestoreconnector", "MooncakeStoreConnector"),
+        ("TheirConnector", "TheirConnector"),
+    ],
+)
+def test_a_connectors_other_names(name: str, expected: str) -> None:
+    assert kv_config(Role.DECODE, KvConfig(name)).connector == expected
+    assert kv_config(Role.DECODE, KvConfig(name), {"kv_connector": expected}).connector == expected
+
+
+@pytest.mark.parametrize("name", ["", "LMCacheConnectorV1", "offloadingconnector"])
+def test_of_connectors_without_fields_the_one_registered_counts_else_the_first(name: str) -> None:
+    given = multi("LMCacheConnectorV1", "OffloadingConnector")
+    expected = "OffloadingConnector" if name.startswith("off") else "LMCacheConnectorV1"
+    assert kv_config(Role.PREFILL, KvConfig(name), given).connector == expected
+
+
+def test_a_deep_wrapper_is_read_like_a_flat_one() -> None:
+    given = multi("NixlConnector")
+    for _ in range(5000):
+        given = multi(given)
+    assert kv_config(Role.PREFILL, KvConfig(), given) == KvConfig("NixlConnector", "kv_both")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "no kv_connector registered: whatever the prefill returns is relayed"),
+        ("TheirConnector", "connector TheirConnector is not known: whatever the prefill returns is relayed"),
+        ("NixlConnector", ""),
+        ("LMCacheConnectorV1", ""),
+    ],
+)
+def test_what_is_said_of_a_connector(name: str, expected: str) -> None:
+    assert doubt(name) == expected
+
+
+@pytest.mark.parametrize(
     ("role", "said", "given", "message"),
     [
         (Role.PREFILL, KvConfig("MultiConnector"), None, "register that one's name, or give the engine's kv_transfer_"),
@@ -60,6 +119,41 @@ def test_fields_and_configuration_add_up() -> None:
             "MultiConnector wraps NixlConnector and MooncakeConnector: every child gets the same kv_transfer_params",
         ),
         (Role.PREFILL, KvConfig(), multi("NixlConnector", "NixlConnector"), "wraps NixlConnector and NixlConnector"),
+        (
+            Role.PREFILL,
+            KvConfig(),
+            multi("NixlConnector", multi("OffloadingConnector", "Mooncake")),
+            "MultiConnector wraps NixlConnector and MooncakeConnector: every child",
+        ),
+        (
+            Role.PREFILL,
+            KvConfig("LMCacheConnectorV1"),
+            multi("LMCacheConnectorV1", "TheirConnector"),
+            "wraps LMCacheConnectorV1 and TheirConnector: what TheirConnector wants of requests is not known; register",
+        ),
+        (
+            Role.DECODE,
+            KvConfig("FlexKVConnectorV1"),
+            multi("LMCacheConnectorV1", "OffloadingConnector"),
+            "kv_connector is FlexKVConnectorV1, but kv_transfer_config says LMCacheConnectorV1",
+        ),
+        (Role.DECODE, KvConfig("NixlPushConnector"), None, "NixlPushConnector: its handoff is not supported (requests"),
+        (Role.DECODE, KvConfig("moriioconnector"), None, "MoRIIOConnector: its handoff is not supported (requests"),
+        (Role.PREFILL, KvConfig("P2pNcclConnector"), None, "P2pNcclConnector: its handoff is not supported (requests"),
+        (
+            Role.PREFILL,
+            KvConfig(),
+            {"kv_connector": "MoRIIOConnector"},
+            "MoRIIOConnector: its handoff is not supported",
+        ),
+        (
+            Role.PREFILL,
+            KvConfig(),
+            multi("NixlConnector", multi("NixlPushConnector")),
+            "NixlPushConnector: its handoff is not supported",
+        ),
+        (Role.PREFILL, KvConfig(), multi("NixlConnector", 7), "with a kv_connector each"),
+        (Role.PREFILL, KvConfig(), multi("NixlConnector", multi()), "with a kv_connector each"),
         (Role.PREFILL, KvConfig(), multi(), "MultiConnector has no kv_connector_extra_config.connectors"),
         (Role.PREFILL, KvConfig(), multi({"kv_role": "kv_both"}), "with a kv_connector each"),
         (Role.PREFILL, KvConfig(), {"kv_connector": "MultiConnector"}, "has no kv_connector_extra_config.connectors"),

@@ -1,7 +1,8 @@
 """What is said of a vLLM worker's KV connector, by fields of our own or by the engine's ``--kv-transfer-config``.
 
 Source: vLLM 0.32, ``config/kv_transfer.py`` and ``kv_connector/v1/multi_connector.py``: a MultiConnector's children are
-the list ``kv_connector_extra_config.connectors``, each a KVTransferConfig of its own.
+the list ``kv_connector_extra_config.connectors``, each a KVTransferConfig of its own, of which any may be another
+MultiConnector.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ from typing import Final
 
 import orjson
 
-from extproc.workers.worker import MOONCAKE, NIXL, Role
+from extproc.workers.connectors import BY_FIELDS, MULTI, WITHOUT_FIELDS, canonical, refusal
+from extproc.workers.worker import Role
 
-MULTI: Final = "MultiConnector"
 KV_ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
-# The newer name of the same connector.
-_SAME_AS: Final = {"NixlPullConnector": NIXL}
-_BY_PARAMETERS: Final = (NIXL, MOONCAKE)
 _WRONG_WAY: Final = {(Role.PREFILL, "kv_consumer"), (Role.DECODE, "kv_producer")}
 
 
@@ -31,7 +29,7 @@ class KvConfig:
     """A worker's part in KV transfers; empty where nobody has said.
 
     Attributes:
-        connector: the class that moves the cache; never MultiConnector.
+        connector: the class that moves the cache, by its canonical name; never MultiConnector.
         role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
         engine_id: the engine's id, before vLLM appends a data-parallel rank.
     """
@@ -51,8 +49,8 @@ def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvC
     ``said`` are the single fields; ``transfer_config`` is the value of ``--kv-transfer-config``, an object or its text.
     Raises KvConfigError.
     """
-    engine = KvConfig() if transfer_config is None else _of_engine(transfer_config)
-    connector = said.connector
+    connector = canonical(said.connector)
+    engine = KvConfig() if transfer_config is None else _of_engine(transfer_config, connector)
     if connector == MULTI:
         if not engine.connector:
             raise KvConfigError(
@@ -61,10 +59,11 @@ def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvC
             )
         connector = ""
     found = KvConfig(
-        _agreed("kv_connector", _SAME_AS.get(connector, connector), engine.connector),
+        _agreed("kv_connector", connector, engine.connector),
         _agreed("kv_role", said.role, engine.role),
         _agreed("kv_engine_id", said.engine_id, engine.engine_id),
     )
+    _refuse(found)
     if found.role and found.role not in KV_ROLES:
         raise KvConfigError(f"kv_role {found.role!r}: expected one of {', '.join(KV_ROLES)}")
     if (role, found.role) in _WRONG_WAY:
@@ -78,41 +77,65 @@ def _agreed(name: str, said: str, engine: str) -> str:
     return said or engine
 
 
-def _of_engine(given: object) -> KvConfig:
-    config = _object(given)
-    connector = _text(config, "kv_connector")
-    if not connector:
-        raise KvConfigError("kv_transfer_config has no kv_connector")
-    if connector != MULTI:
-        return KvConfig(_SAME_AS.get(connector, connector), _text(config, "kv_role"), _text(config, "engine_id"))
-    child = _child(config)
-    name = _text(child, "kv_connector")
-    # The child is told its own role where it has one; only the parent's id is extended by a rank.
-    return KvConfig(
-        _SAME_AS.get(name, name),
-        _text(child, "kv_role") or _text(config, "kv_role"),
-        _text(child, "engine_id") or _text(config, "engine_id"),
-    )
+def _refuse(kv: KvConfig) -> None:
+    if reason := refusal(kv.connector):
+        raise KvConfigError(reason)
 
 
-def _child(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The one child whose transfer is steered by a request's ``kv_transfer_params``; without such, the first."""
-    extra = config.get("kv_connector_extra_config")
+def _of_engine(given: object, said: str) -> KvConfig:
+    """Of several connectors the one that moves the cache; ``said`` is the name it was registered with, if any."""
+    connectors = _connectors(_object(given))
+    for one in connectors:
+        _refuse(one)
+    by_fields = [one for one in connectors if one.connector in BY_FIELDS]
+    if len(by_fields) > 1:
+        raise KvConfigError(
+            f"{MULTI} wraps {_names(by_fields)}: every child gets the same kv_transfer_params and the engine fails "
+            "when two of them return the same key; only one may be moved by request parameters"
+        )
+    if by_fields:
+        return by_fields[0]
+    unknown = [one for one in connectors if one.connector not in WITHOUT_FIELDS]
+    if unknown and len(connectors) > 1:
+        raise KvConfigError(
+            f"{MULTI} wraps {_names(connectors)}: what {_names(unknown)} wants of requests is not known; register the "
+            "connector that moves the cache by its name alone"
+        )
+    return next((one for one in connectors if one.connector == said), connectors[0])
+
+
+def _connectors(config: Mapping[str, object]) -> list[KvConfig]:
+    """The connector, or all that a MultiConnector comes down to, in their order; at least one."""
+    found = []
+    waiting = [(config, KvConfig())]
+    while waiting:  # not by recursion: whoever registers chooses the depth
+        one, parent = waiting.pop()
+        own = KvConfig(canonical(_text(one, "kv_connector")), _text(one, "kv_role"), _text(one, "engine_id"))
+        if not own.connector:
+            raise KvConfigError("kv_transfer_config has no kv_connector")
+        # A child is told its own role and id where it has them.
+        own = own.or_else(parent)
+        if own.connector == MULTI:
+            inherited = KvConfig("", own.role, own.engine_id)
+            waiting += [(child, inherited) for child in reversed(_children(one))]
+        else:
+            found.append(own)
+    return found
+
+
+def _children(multi: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
+    extra = multi.get("kv_connector_extra_config")
     listed = extra.get("connectors") if isinstance(extra, Mapping) else None
-    children = [child for child in listed if isinstance(child, Mapping)] if isinstance(listed, Sequence) else []
-    names = [_text(child, "kv_connector") for child in children]
-    if not children or not all(names):
+    children = listed if isinstance(listed, list | tuple) else ()
+    if not children or not all(isinstance(child, Mapping) and _text(child, "kv_connector") for child in children):
         raise KvConfigError(
             f"kv_transfer_config: {MULTI} has no kv_connector_extra_config.connectors with a kv_connector each"
         )
-    steered = [child for child, name in zip(children, names, strict=True) if _SAME_AS.get(name, name) in _BY_PARAMETERS]
-    if len(steered) > 1:
-        both = " and ".join(_text(child, "kv_connector") for child in steered)
-        raise KvConfigError(
-            f"{MULTI} wraps {both}: every child gets the same kv_transfer_params and the engine fails when two of them "
-            "return the same key; only one may be moved by request parameters"
-        )
-    return (steered or children)[0]
+    return children
+
+
+def _names(connectors: Sequence[KvConfig]) -> str:
+    return " and ".join(one.connector for one in connectors)
 
 
 def _object(given: object) -> Mapping[str, object]:

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from extproc.workers import bootstrap, token_ids
+from extproc.workers import bootstrap, connectors, token_ids
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
@@ -224,8 +224,8 @@ class Watch:
         self._warned = trouble
 
     def _contradiction(self, found: Metadata) -> str:
-        if self._worker.runtime == "vllm" and not self._worker.kv_connector:
-            return "no kv_connector registered: whatever the prefill returns is relayed"
+        if self._worker.runtime == "vllm" and (doubt := connectors.doubt(self._worker.kv_connector)):
+            return doubt
         registered, own = self._spec.bootstrap_port, found.bootstrap_port
         if self._worker.role is Role.PREFILL and registered is not None and own is not None and registered != own:
             return f"registered with bootstrap port {registered}, but the server says {own}"
