@@ -230,7 +230,47 @@ async def test_prompt_logprobs_free_without_a_transfer(pair: Pair) -> None:
     await pair.prefill.freed()
 
 
-async def test_a_prefill_that_died(pair: Pair) -> None:
-    await asyncio.gather(pair.first(), pair.second(pair.params()))
+async def test_a_prefill_that_died_and_was_never_met(pair: Pair) -> None:
     pair.prefill.crash()
-    assert (await pair.second(pair.params("t2"))).status == 500
+    assert (await pair.second(pair.params())).status == 500
+    assert pair.decode.legs[0].kv == "failed"
+
+
+@pytest.mark.parametrize("met", ["before", "now"])
+async def test_a_prefill_that_dies_after_they_have_met_is_waited_for(pair: Pair, dial: Dial, met: str) -> None:
+    """Seen with the engine: more than 90 s."""
+    call = await dial(pair.decode)
+    if met == "before":
+        await asyncio.gather(pair.first("t0"), pair.second(pair.params("t0")))
+        pair.prefill.crash()
+        pair.decode.clear()
+        call.send("POST", CHAT, BODY | {"kv_transfer_params": pair.params()})
+        await pair.decode.received()
+    else:
+        call.send("POST", CHAT, BODY | {"kv_transfer_params": pair.params()})
+        await pair.prefill.wanted()
+        pair.prefill.crash()
+    with pytest.raises(TimeoutError):
+        await pair.decode.recorder.until(lambda: not pair.decode.live, 0.4)  # longer than who never met it waits
+    await call.close()
+    await pair.decode.idle()
+    assert pair.decode.engine.blocks.usage == 0
+
+
+async def test_a_decode_that_died_wants_nothing(pair: Pair, dial: Dial) -> None:
+    call = await dial(pair.decode)
+    call.send("POST", CHAT, BODY | {"kv_transfer_params": pair.params()})
+    await pair.prefill.wanted()
+    pair.decode.crash()
+    await pair.prefill.wanted(0)
+
+
+async def test_nothing_is_left_of_a_mock_that_was_stopped() -> None:
+    before = asyncio.all_tasks()
+    async with VllmMock("prefill", connector=MOONCAKE) as prefill, VllmMock("decode", connector=MOONCAKE) as decode:
+        pair = Pair(prefill, decode)
+        assert (await pair.second(pair.params(), model="nope")).status == 404  # which is fetched in vain
+        await prefill.wanted()
+        await decode.stop()
+        await prefill.wanted(0)
+    assert asyncio.all_tasks() == before

@@ -108,11 +108,13 @@ class Runner(Generic[AnySequence]):
 
     async def _stream(self, exchange: Exchange, api: Api[AnySequence], batch: Batch[AnySequence]) -> None:
         pace = self._pace(exchange.fault)
+        steps = self._engine.run(batch.sequences[0], pace) if batch.single else self._merged(batch, pace)
         if api.prompt_head:
+            if exchange.fault is not None and exchange.fault.delay_head:
+                steps = await _late_head(exchange, api, steps)
             await exchange.start(headers=api.stream_headers)
             if opening := api.opening():
                 await exchange.chunk(opening)
-        steps = self._engine.run(batch.sequences[0], pace) if batch.single else self._merged(batch, pace)
         if self._disconnect_delay and not exchange.started:
             steps = self._held(batch, steps)
         async for sequence in steps:
@@ -175,6 +177,25 @@ class Runner(Generic[AnySequence]):
             own.token if fault.delay_token is None else fault.delay_token,
             own.tokens if fault.tokens is None else fault.tokens,
         )
+
+
+async def _late_head(
+    exchange: Exchange, api: Api[AnySequence], steps: AsyncIterator[AnySequence]
+) -> AsyncIterator[AnySequence]:
+    """Send the head of a stream, for which the engine does not wait: it has begun. Returns its steps."""
+    first = asyncio.ensure_future(anext(steps))
+    try:
+        await exchange.start(headers=api.stream_headers)
+    except BaseException:
+        await _cancel([first])
+        raise
+    return _following(first, steps)
+
+
+async def _following(first: Awaitable[AnySequence], others: AsyncIterator[AnySequence]) -> AsyncIterator[AnySequence]:
+    yield await first
+    async for sequence in others:
+        yield sequence
 
 
 async def _cancel(futures: Iterable[asyncio.Future[Any]]) -> None:

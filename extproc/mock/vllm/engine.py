@@ -137,8 +137,8 @@ class Connector(ABC):
         """Listen for decodes."""
 
     @abstractmethod
-    def stop(self) -> None:
-        """Break every connection."""
+    def stop(self) -> list[asyncio.Task[Any]]:
+        """Break every connection; the tasks that end by that."""
 
 
 class Engine(engine.Engine[Sequence]):
@@ -152,7 +152,7 @@ class Engine(engine.Engine[Sequence]):
         self.pins = Pins(self.blocks, options.lease)
         self.connector: Connector | None = None
         self.totals = Totals()
-        self._loads: set[asyncio.Future[int]] = set()
+        self._loads: set[asyncio.Task[int]] = set()
 
     def abort(self, external: list[str]) -> None:
         """End live requests by the ids that clients know, as ``/inference/v1/abort_requests`` does."""
@@ -172,13 +172,13 @@ class Engine(engine.Engine[Sequence]):
             self.blocks.give(sequence.blocks)
             sequence.blocks = []
 
-    def kill(self) -> None:
-        """Nothing is kept and fetched any more."""
-        for load in self._loads:
+    def kill(self) -> list[asyncio.Task[Any]]:
+        """Nothing is kept and fetched any more; the tasks that end by that."""
+        loads: list[asyncio.Task[Any]] = list(self._loads)
+        for load in loads:
             load.cancel()
         self.pins.clear()
-        if self.connector is not None:
-            self.connector.stop()
+        return loads if self.connector is None else [*loads, *self.connector.stop()]
 
     @property
     def loading(self) -> int:
@@ -250,14 +250,14 @@ class Engine(engine.Engine[Sequence]):
 
     async def _load(self, connector: Connector, sequence: Sequence, params: dict[str, Any]) -> int | None:
         sequence.loading = True
-        loading = asyncio.ensure_future(connector.load(params))
+        loading = asyncio.get_running_loop().create_task(connector.load(params))
         self._loads.add(loading)
         loading.add_done_callback(self._loads.discard)
         try:
             # once begun, a transfer is finished, whether or not the client stays: the prefill's blocks get free
             source = await asyncio.shield(loading)
         except asyncio.CancelledError:
-            loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            loading.add_done_callback(_looked_at)
             raise
         except LoadError:
             if not self.options.recompute:
@@ -287,6 +287,12 @@ class Engine(engine.Engine[Sequence]):
         record = sequence.record
         if record is not None and (record.kv is None or _WORSE.index(Kv(record.kv)) < _WORSE.index(kv)):
             record.kv = kv.value
+
+
+def _looked_at(load: asyncio.Task[int]) -> None:
+    """Nobody waits for it any more."""
+    if not load.cancelled():
+        load.exception()
 
 
 @dataclass(slots=True)

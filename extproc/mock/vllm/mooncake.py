@@ -2,8 +2,10 @@
 
 The prefill's bootstrap server answers ``GET /query`` with the worker addresses of each rank; a decode asks it once for
 each engine id that it does not know. Which of the two legs comes first does not matter; the prefill's answer
-waits for nobody (0.32, ``distributed/kv_transfer/kv_connector/v1/mooncake``). Lines between the two processes
-(``peers``): ``want <number> <transfer id>``, which is answered when the prefill is finished.
+waits for nobody (0.32, ``distributed/kv_transfer/kv_connector/v1/mooncake``). A decode that cannot ask for the way
+fails soon; one that knows it waits, whether or not the prefill's process still lives: ZeroMQ tells it nothing.
+Lines between the two processes (``peers``): ``want <number> <transfer id>``, which is answered when the prefill is
+finished.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -23,7 +26,7 @@ from extproc.mock.faults import Faults
 from extproc.mock.http_server import HttpServer
 from extproc.mock.recorder import Outcome, Recorder
 from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence
-from extproc.mock.vllm.peers import Listener, LoadError, Peers
+from extproc.mock.vllm.peers import Listener, LoadError, LostError, Peers
 
 if TYPE_CHECKING:
     from extproc.mock.lines import Lines
@@ -33,6 +36,15 @@ _REMOTE = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 _RECORDS = 1000
 _ATTEMPTS = 3  # of a bootstrap query
 _RETRY = 0.1  # seconds between them
+_LONGER = 60.0  # seconds that a decode waits longer than the prefill would (ZMQ_RCVTIMEO)
+
+
+class _Want(NamedTuple):
+    """A decode that waits for a transfer."""
+
+    peer: Lines
+    number: str
+    timer: asyncio.TimerHandle  # gives up
 
 
 class Mooncake(Connector):
@@ -40,17 +52,17 @@ class Mooncake(Connector):
 
     name = "MooncakeConnector"
 
-    def __init__(self, engine: Engine, engine_id: str) -> None:
+    def __init__(self, engine: Engine, engine_id: str, on_change: Callable[[], None]) -> None:
         self.engine_id = engine_id
         self.port = 0
+        self._on_change = on_change  # called when a decode wants something, or no longer does
         self.peers = Peers()
-        self.listener = Listener(self._hear)
+        self.listener = Listener(self._hear, self._forget)
         self.bootstrap = Bootstrap(engine_id)
         self._engine = engine
-        self._waiting: dict[str, list[tuple[Lines, str]]] = {}  # decodes by the transfer id that they want
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._waiting: dict[str, list[_Want]] = {}  # by transfer id
         self._known: dict[str, tuple[str, int]] = {}  # engine ids and where their workers are
-        self._pulls: dict[str, asyncio.Future[int]] = {}
+        self._pulls: dict[str, asyncio.Task[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> None:
@@ -58,14 +70,22 @@ class Mooncake(Connector):
         self.port = await self.listener.start(host, port)
         self.bootstrap.worker = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
 
-    def stop(self) -> None:
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The transfers that decodes wait for."""
+        return tuple(self._waiting)
+
+    def stop(self) -> list[asyncio.Task[Any]]:
         """Break every connection."""
         self.listener.stop()
         self.peers.close()
-        for timer in self._timers:
-            timer.cancel()
-        for task in self._tasks:
+        for want in [want for wants in self._waiting.values() for want in wants]:
+            want.timer.cancel()
+        self._waiting.clear()
+        tasks = [*self._pulls.values(), *self._tasks]
+        for task in tasks:
             task.cancel()
+        return tasks
 
     def survive(self, sequence: Sequence) -> None:
         """``assert not self.is_kv_producer``: either role dies of the other one's parameters."""
@@ -84,13 +104,25 @@ class Mooncake(Connector):
     async def load(self, params: dict[str, Any]) -> int:
         """Ask the prefill for the KV cache of the transfer."""
         transfer = str(params["transfer_id"])
-        host, port = await self._worker(str(params["remote_engine_id"]), str(params["remote_bootstrap_addr"]))
-        peer = await self.peers.peer(host, port)
+        address = await self._worker(str(params["remote_engine_id"]), str(params["remote_bootstrap_addr"]))
         pull = self._pulls.get(transfer)
-        if pull is None or pull.done():  # sequences of one request go in one message there, and all get what comes
-            pull = self._pulls[transfer] = peer.ask("want", transfer)
-            pull.add_done_callback(lambda _: self._pulls.pop(transfer, None))
+        if pull is None:  # sequences of one request go in one message there, and all get what comes
+            pull = self._pulls[transfer] = asyncio.get_running_loop().create_task(self._pull(address, transfer))
+            pull.add_done_callback(lambda task: self._pulled(transfer, task))
         return await asyncio.shield(pull)
+
+    async def _pull(self, address: tuple[str, int], transfer: str) -> int:
+        try:
+            peer = await self.peers.peer(*address)
+            return await peer.ask("want", transfer)
+        except LostError:
+            await asyncio.sleep(self._engine.options.lease + _LONGER)
+            raise
+
+    def _pulled(self, transfer: str, pull: asyncio.Task[int]) -> None:
+        self._pulls.pop(transfer, None)
+        if not pull.cancelled():
+            pull.exception()  # who wanted it may have left
 
     def release_remote(self, params: dict[str, Any]) -> None:
         """The blocks are asked for, so that they get free; without an address this is a ``KeyError`` in the core."""
@@ -133,27 +165,37 @@ class Mooncake(Connector):
         if word != "want":
             return
         transfer = arguments[0]
-        self._waiting.setdefault(transfer, []).append((peer, number))
-        loop = asyncio.get_running_loop()
-        self._timers = {timer for timer in self._timers if timer.when() > loop.time() and not timer.cancelled()}
-        self._timers.add(loop.call_later(self._engine.options.lease, self._give_up, transfer, peer, number))
+        lease = self._engine.options.lease
+        timer = asyncio.get_running_loop().call_later(lease, self._give_up, transfer, peer, number)
+        self._waiting.setdefault(transfer, []).append(_Want(peer, number, timer))
+        self._on_change()
         self._serve(transfer)
 
     def _serve(self, transfer: str) -> None:
         digest = self._engine.pins.digest(transfer)
         if digest is None or transfer not in self._waiting:
             return
-        for peer, number in self._waiting.pop(transfer):
-            peer.send(f"kv {number} {digest}")
+        for want in self._waiting.pop(transfer):
+            want.timer.cancel()
+            want.peer.send(f"kv {want.number} {digest}")
         self._engine.pins.release(transfer)
 
     def _give_up(self, transfer: str, peer: Lines, number: str) -> None:
-        waiting = self._waiting.get(transfer, [])
-        if (peer, number) in waiting:
-            waiting.remove((peer, number))
-            if not waiting:
-                del self._waiting[transfer]
-            peer.send(f"fail {number} Timeout waiting for P side ready.")
+        self._drop(transfer, [want for want in self._waiting[transfer] if want[:2] == (peer, number)])
+        peer.send(f"fail {number} Timeout waiting for P side ready.")
+
+    def _forget(self, peer: Lines) -> None:
+        """A decode's process has ended."""
+        for transfer, wants in list(self._waiting.items()):
+            self._drop(transfer, [want for want in wants if want.peer is peer])
+
+    def _drop(self, transfer: str, wants: list[_Want]) -> None:
+        for want in wants:
+            want.timer.cancel()
+            self._waiting[transfer].remove(want)
+        if not self._waiting[transfer]:
+            del self._waiting[transfer]
+        self._on_change()
 
 
 class Bootstrap:

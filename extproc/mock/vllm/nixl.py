@@ -42,12 +42,14 @@ class Nixl(Connector):
         self.host = host
         self.port = await self.listener.start(host, port)
 
-    def stop(self) -> None:
+    def stop(self) -> list[asyncio.Task[Any]]:
         """Break every connection."""
         self.listener.stop()
         self.peers.close()
-        for task in self._freeing:
+        tasks: list[asyncio.Task[Any]] = list(self._freeing)
+        for task in tasks:
             task.cancel()
+        return tasks
 
     def survive(self, sequence: Sequence) -> None:
         """``assert num_external_tokens == 0``: a remote prefill without its blocks ends the engine's process."""

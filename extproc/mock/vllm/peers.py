@@ -19,6 +19,10 @@ class LoadError(Exception):
     """The KV cache did not get across."""
 
 
+class LostError(LoadError):
+    """Nobody listens, or the connection has ended."""
+
+
 class PrefillPeer(Lines):
     """The connection to one prefill process."""
 
@@ -28,10 +32,10 @@ class PrefillPeer(Lines):
         self._number = 0
 
     def ask(self, word: str, *arguments: object) -> asyncio.Future[int]:
-        """Say something that is answered with a digest; LoadError where it cannot be, or the connection ends."""
+        """Say something that is answered with a digest or LoadError; LostError where it cannot be answered."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if self.transport.is_closing():
-            future.set_exception(LoadError("the connection has ended"))
+            future.set_exception(LostError("the connection has ended"))
             return future
         self._number += 1
         self._waiting[self._number] = future
@@ -53,7 +57,7 @@ class PrefillPeer(Lines):
         """The prefill's process has gone."""
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(LoadError("the connection has ended"))
+                future.set_exception(LostError("the connection has ended"))
         self._waiting.clear()
 
 
@@ -64,22 +68,28 @@ class Peers:
         self._peers: dict[tuple[str, int], asyncio.Task[PrefillPeer]] = {}
 
     async def peer(self, host: object, port: object) -> PrefillPeer:
-        """The connection to an address; raises LoadError where nobody listens."""
+        """The connection to an address; raises LoadError where that is none, LostError where nobody listens."""
         if not isinstance(host, str) or not isinstance(port, int):
             raise LoadError("no address")
         address = (host, port)
         task = self._peers.get(address)
         if task is None or (task.done() and _dead(task)):
             task = self._peers[address] = asyncio.get_running_loop().create_task(_connect(host, port))
+            task.add_done_callback(_looked_at)  # who wanted it may have left
         return await asyncio.shield(task)
 
     def close(self) -> None:
-        """Break every connection."""
+        """Break every connection, and give up those that are being made."""
         for task in self._peers.values():
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().transport.abort()
             task.cancel()
         self._peers.clear()
+
+
+def _looked_at(task: asyncio.Task[PrefillPeer]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _dead(task: asyncio.Task[PrefillPeer]) -> bool:
@@ -92,15 +102,19 @@ async def _connect(host: str, port: int) -> PrefillPeer:
             PrefillPeer, host.removeprefix("[").removesuffix("]"), port
         )
     except OSError as error:
-        raise LoadError(str(error)) from None
+        raise LostError(str(error)) from None
     return peer
 
 
-class Listener:
-    """A prefill's side: lines from decodes go to ``hear``, with the connection to answer on."""
+Hear = Callable[[Lines, str, str, list[str]], None]
 
-    def __init__(self, hear: Callable[[Lines, str, str, list[str]], None]) -> None:
+
+class Listener:
+    """A prefill's side: lines from decodes go to ``hear``, with the connection to answer on; its end to ``lost``."""
+
+    def __init__(self, hear: Hear, lost: Callable[[Lines], None] = lambda _: None) -> None:
         self._hear = hear
+        self._lost = lost
         self._server: asyncio.Server | None = None
         self._connections: set[_DecodePeer] = set()
 
@@ -118,15 +132,20 @@ class Listener:
             connection.transport.abort()
 
     def _accept(self) -> _DecodePeer:
-        return _DecodePeer(self._hear, self._connections)
+        return _DecodePeer(self._hear, self._end, self._connections)
+
+    def _end(self, connection: _DecodePeer) -> None:
+        self._connections.discard(connection)
+        self._lost(connection)
 
 
 class _DecodePeer(Lines):
     """A decode's connection to this prefill."""
 
-    def __init__(self, hear: Callable[[Lines, str, str, list[str]], None], connections: set[_DecodePeer]) -> None:
+    def __init__(self, hear: Hear, end: Callable[[_DecodePeer], None], connections: set[_DecodePeer]) -> None:
         super().__init__()
         self._hear = hear
+        self._end = end
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -134,7 +153,7 @@ class _DecodePeer(Lines):
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        self._connections.discard(self)
+        self._end(self)
 
     def line(self, line: str) -> None:
         word, number, *arguments = line.split(" ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +152,14 @@ class VllmMock(MockWorker):
         """Wait until the blocks of ``count`` requests are pinned."""
         await self.recorder.until(lambda: len(self.pins) >= count, patience)
 
+    async def wanted(self, count: int = 1, patience: float = 5.0) -> None:
+        """Wait until decodes wait for ``count`` transfers by Mooncake."""
+        await self.recorder.until(lambda: len(self._wanted) == count, patience)
+
+    @property
+    def _wanted(self) -> tuple[str, ...]:
+        return self._connector.wanted if isinstance(self._connector, Mooncake) else ()
+
     @property
     def has_bootstrap(self) -> bool:
         """Whether decodes ask at ``bootstrap_port`` for the way."""
@@ -165,7 +174,7 @@ class VllmMock(MockWorker):
         if self.connector_name == NIXL:
             return Nixl(self.engine, self.engine_id)
         if self.connector_name == MOONCAKE:
-            return Mooncake(self.engine, self.engine_id)
+            return Mooncake(self.engine, self.engine_id, self.recorder.changed)
         if self.connector_name:
             raise ValueError(f"unknown connector: {self.connector_name}")
         return None
@@ -183,15 +192,19 @@ class VllmMock(MockWorker):
 
     async def _close(self) -> None:
         await self._runner.stop()
-        self._kill()
+        await asyncio.gather(*self._end(), return_exceptions=True)
         if isinstance(self._connector, Mooncake):
             await self._connector.bootstrap.stop()
 
     def _kill(self) -> None:
+        self._end()
+
+    def _end(self) -> list[asyncio.Task[Any]]:
+        """Nothing is done any more; the tasks that end by that."""
         self._runner.kill()
-        self.engine.kill()
         if isinstance(self._connector, Mooncake):
             self._connector.bootstrap.kill()
+        return self.engine.kill()
 
     async def _handle(self, exchange: Exchange) -> None:
         record = exchange.record
