@@ -225,7 +225,7 @@ def source(name):
         ("no kv_connector registered", "workers/connectors.py"),
         ("no engine id: the decode recomputes each prompt", "workers/bootstrap.py"),
         ("its handoff is not supported", "workers/connectors.py"),
-        ("is not known: whatever the prefill returns is relayed", "workers/connectors.py"),
+        ("whatever the prefill returns is relayed", "workers/connectors.py"),
         ("knows no engine yet", "workers/bootstrap.py"),
         ("does not answer", "workers/bootstrap.py"),
         ("registered with engine id", "workers/bootstrap.py"),

@@ -79,6 +79,25 @@ def test_a_clients_own_name_is_remembered_for_its_last_maker():
     assert kept.keeper("theirs", WORKERS) is WORKERS[1]
 
 
+def test_a_name_that_the_worker_tells_again_forgets_the_other_one():
+    kept = StoredResponses()
+    name = kept.name(WORKERS[0])
+    kept.made(name, WORKERS[1])
+    kept.made(name, WORKERS[0])
+    assert kept.keeper(name, WORKERS) is WORKERS[0]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["theirs", "with a worker's tag"])
+def test_a_name_that_is_too_long_is_nobodys(own):
+    kept = StoredResponses()
+    name = (kept.name(WORKERS[0]) if own else "").ljust(256, "x")
+    for one, keeper in ((name, WORKERS[0]), (name + "x", None)):
+        kept.made(one, WORKERS[0])
+        assert kept.keeper(one, WORKERS) is keeper
+    kept.made("é", WORKERS[0])
+    assert kept._kept.keys() <= {name}
+
+
 def test_memory_is_bounded_and_the_oldest_goes(monkeypatch):
     monkeypatch.setattr(stored, "_REMEMBERED", 3)
     kept = StoredResponses()
@@ -117,6 +136,13 @@ def test_a_response_is_asked_for_where_it_was_made(rig, upstream):
 def test_a_clients_own_name_reaches_the_worker_and_is_found_again(rig):
     assert made(rig, BODY | {"request_id": "resp_theirs"}, "127.0.0.1:12") == "resp_theirs"
     assert destination(asked(rig, f"{PATH}/resp_theirs")) == "127.0.0.1:12"
+
+
+def test_a_name_too_long_is_served_and_not_found_again(rig):
+    name = "resp_" + "x" * 252
+    assert made(rig, BODY | {"request_id": name}) == name
+    status, headers, _ = rejection(asked(rig, f"{PATH}/{name}"))
+    assert (status, headers["x-pd-error-code"]) == (404, "response_not_found")
 
 
 def test_a_response_that_no_worker_made_is_not_kept(rig):

@@ -19,7 +19,8 @@ from extproc.workers.worker import Worker
 
 PREFIX: Final = "resp_"
 _TAG: Final = 8  # hexadecimal digits that stand for a worker
-_REMEMBERED: Final = 100_000  # some 20 MB
+_REMEMBERED: Final = 100_000  # some 40 MB if all are as long as they may be
+_LONGEST: Final = 256  # characters of a name that can be asked for
 
 
 class StoredResponses:
@@ -33,16 +34,18 @@ class StoredResponses:
         return f"{PREFIX}{_tag(worker.name)}{random.getrandbits(96):024x}"
 
     def made(self, name: str, worker: Worker) -> None:
-        """``worker`` made the response of this name."""
-        if _named_after(name) == _tag(worker.name):
+        """``worker`` made the response of this name. Nothing is kept of one that cannot be asked for."""
+        self._kept.pop(name, None)  # of another worker, perhaps
+        if not _can_be_asked_for(name) or _named_after(name) == _tag(worker.name):
             return
-        self._kept.pop(name, None)
         self._kept[name] = worker.name
         if len(self._kept) > _REMEMBERED:
             del self._kept[next(iter(self._kept))]
 
     def keeper(self, name: str, workers: Iterable[Worker]) -> Worker | None:
         """Which of ``workers`` keeps the response of this name; None when nobody can tell."""
+        if not _can_be_asked_for(name):
+            return None
         known = self._kept.get(name)
         tag = _named_after(name)
         for worker in workers:
@@ -68,6 +71,11 @@ def naming(stored: StoredResponses, request: InferenceRequest, worker: Worker) -
 @lru_cache(4096)
 def _tag(worker: str) -> str:
     return blake2b(worker.encode(), digest_size=_TAG // 2).hexdigest()
+
+
+def _can_be_asked_for(name: str) -> bool:
+    """Clients choose names, and memory is limited. It stands in a path as it is, which is ASCII."""
+    return len(name) <= _LONGEST and name.isascii()
 
 
 def _named_after(name: str) -> str:
