@@ -45,9 +45,9 @@ from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
 from extproc.workers.kv_config import KvConfig
-from extproc.workers.registry import Registry
+from extproc.workers.registry import Change, Registry
 from extproc.workers.spec import WorkerSpec
-from extproc.workers.worker import Role
+from extproc.workers.worker import Role, Status, Worker
 
 _log: Final = logging.getLogger(__name__)
 _POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
@@ -55,6 +55,7 @@ _POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
     PolicyName.ROUND_ROBIN: RoundRobinPolicy,
 }
 _LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
+_GONE: Final = (Status.NOT_READY, Status.FAILED)
 _TICK_SECONDS: Final = 1.0
 _LAST_WORDS_SECONDS: Final = 2.0  # for what is cut to hear of it, and for Envoy to pass it on
 _MOST_EGRESS_CONNECTIONS: Final = 4
@@ -120,6 +121,7 @@ class Service:
             self._monitor.report_failure,
         )
         request_metrics.watch(self.gateway)
+        self.registry.subscribe(self._on_change)
 
     @property
     def metrics_port(self) -> int:
@@ -190,6 +192,10 @@ class Service:
             _log.warning("no --api-key: whoever reaches %s can register workers and send requests", settings.host)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _on_change(self, worker: Worker, change: Change) -> None:
+        if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:
+            self.gateway.prefill_lost(worker)
 
     def _session(self, call: Call) -> Session:
         return Session(self.gateway, call)

@@ -41,6 +41,8 @@ PARALLEL           CLOSED            OVER               drop_prefill drop_decode
 DECODING           DECODE_HEAD       ANSWERING          pass_head
 DECODING           DECODE_HEAD_EARLY ANSWERING          pass_head
 DECODING           DECODE_REFUSED    ANSWERING          pass_head
+DECODING           PREFILL_REPLACED  REPLACING          drop_decode await_head
+DECODING           PREFILL_FAILED    ENDED              drop_decode answer_error
 DECODING           DECODE_REPLACED   OVER               relay give_back
 DECODING           EXPIRED           ENDED              drop_decode answer_error
 DECODING           CLOSED            OVER               drop_decode finish

@@ -193,9 +193,9 @@ def test_decodes_for_what_was_meant_for_another():
     one, two, three = nixl((), (11, 12, 13))
     stranger = worker(Role.DECODE, 14, runtime="vllm", kv_connector="NixlConnector", api_key="other")
     place = placer(one, two, three, stranger, *mooncake((), (15,)))
-    assert set(place.decodes("tiny", one, (one,))) == {two, three}
-    assert place.decodes("tiny", one, (one, two, three)) == ()
-    assert place.decodes("another model", one) == ()
+    assert set(place.alike("tiny", one, (one,))) == {two, three}
+    assert place.alike("tiny", one, (one, two, three)) == ()
+    assert place.alike("another model", one) == ()
 
 
 def test_all_decodes_are_more_than_candidates():

@@ -213,4 +213,5 @@ def _any(value: Any) -> bool:
 
 
 # Not read from a body: what such a request asks for is in its path, and it goes to its worker as it is.
-ABOUT_STORED: Final = InferenceRequest(STORED_RESPONSES, JsonObject(b"{}"), None, False, 1, None, False)  # noqa: FBT003
+NO_BODY: Final = JsonObject(b"{}")
+ABOUT_STORED: Final = InferenceRequest(STORED_RESPONSES, NO_BODY, None, False, 1, None, False)  # noqa: FBT003

@@ -146,6 +146,9 @@ STORED_RESPONSES: Final = Api(
 APIS: Final[dict[str, Api]] = {api.path: api for api in _ALL}
 
 
+_OF_STORED: Final = ("", "cancel", "input_items")
+
+
 def api_of(path: str) -> Api | None:
     """The endpoint at a client's path, whatever its query; None when there is none."""
     api = APIS.get(path) or APIS.get(path.partition("?")[0])
@@ -154,6 +157,7 @@ def api_of(path: str) -> Api | None:
     return api
 
 
-def stored_name(path: str) -> str:
-    """The name of the stored response that a path below STORED_RESPONSES asks about."""
-    return path.partition("?")[0].removeprefix(STORED_RESPONSES.path).partition("/")[0]
+def stored_name(path: str) -> str | None:
+    """The name of the stored response that a path below STORED_RESPONSES asks about; None for no path of the API."""
+    name, _, rest = path.partition("?")[0].removeprefix(STORED_RESPONSES.path).partition("/")
+    return name if rest in _OF_STORED else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
@@ -14,6 +15,7 @@ from extproc.exchange.legs import (
     Leftover,
     WholeAnswer,
     answered_by,
+    gone,
     kv_missing,
     leg_headers,
     leg_path,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Session
 
 
+_log: Final = logging.getLogger(__name__)
+
+
 class AttemptEvents(Protocol):
     """What an attempt tells of itself; nothing any more once it was dropped."""
 
@@ -49,6 +54,9 @@ class AttemptEvents(Protocol):
 
     def decode_done(self, part: int) -> None:
         """A decode leg's answer is complete."""
+
+    def broke(self) -> None:
+        """A defect of ours."""
 
     def leg_failed(self, error: GatewayError, workers: Sequence[Worker]) -> None:
         """A leg failed, and with it the attempt; ``workers`` is where it was tried."""
@@ -113,7 +121,7 @@ class _Part:
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
         self._over()
-        self._attempt.events.leg_failed(loss_of(Role.DECODE, self.worker, reason, detail), (self.worker,))
+        self._attempt.events.leg_failed(loss_of(self.worker.role, self.worker, reason, detail), (self.worker,))
 
     def _over(self) -> None:
         self.decode = None
@@ -153,10 +161,6 @@ class Attempt:
         self.prefill = pair.prefill
         self._decodes = pair.decodes
         self._parts = [_Part(self, index, pair.decodes[0]) for index in range(joint.parts)]
-        record = session.record
-        record.handoff = self._handoff.name
-        record.prefill = pair.prefill.name
-        record.kv, record.note, record.decode = Kv.HANDED.value, "", ""
         self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0])
 
     @property
@@ -166,15 +170,34 @@ class Attempt:
 
     def send(self) -> None:
         """Send the prefill legs, and the decode legs unless they wait for those."""
+        self._say(Kv.HANDED)
         for part in self._parts:
             self._send(part)
 
     def send_decodes(self) -> None:
         """Send the decode legs alone: the decode worker is to do without the prefill."""
-        self._session.record.kv, self._session.record.note = Kv.RECOMPUTED.value, WAIVED
+        self._say(Kv.RECOMPUTED, WAIVED)
         for part in self._parts:
             part.plan = Plan(b"", b"")
             self._hand_over(part, b"")
+
+    def send_alone(self, body: bytes) -> None:
+        """Send the one leg of a request that a worker answers by itself; what is known of its cache stays so."""
+        record = self._session.record
+        record.prefill = record.decode = ""
+        for part in self._parts:
+            self._send_decode(part, body)
+
+    def prefill_lost(self, worker: Worker) -> None:
+        """A prefill worker is gone: see whether a decode waits for it in vain, and always will."""
+        waits = any(part.plan is not None and part.decode is not None and part.prefill is None for part in self._parts)
+        if waits and worker is self.prefill and self._handoff.pushes:
+            self.events.leg_failed(gone(worker), (worker,))
+
+    def _say(self, kv: Kv, note: str = "") -> None:
+        record = self._session.record
+        record.handoff, record.prefill, record.decode = self._handoff.name, self.prefill.name, ""
+        record.kv, record.note = kv.value, note
 
     def pause(self) -> None:
         """Have the decodes wait."""
@@ -213,7 +236,7 @@ class Attempt:
         """Decode workers that can have a prefill free what it holds."""
         if not self._unreachable:
             return self._decodes
-        return self._session.gateway.placer.decodes(self._request.model, self._decodes[0], self._decodes)
+        return self._session.gateway.placer.alike(self._request.model, self._decodes[0], self._decodes)
 
     def finish(self) -> None:
         """The same, and give back what the attempt took."""
@@ -239,12 +262,15 @@ class Attempt:
         part.worker.load -= 1
         served.load += 1
         part.worker = served
-        self._session.record.decode = served.name
+        if served.role is Role.PREFILL:
+            self._session.record.prefill = served.name
+        else:
+            self._session.record.decode = served.name
 
     def refusal_of(self, part: _Part) -> WholeAnswer:
         """What receives a decode leg's answer that is an error."""
         return WholeAnswer(
-            Role.DECODE,
+            part.worker.role,
             part.worker,
             lambda _: None,
             lambda error: self._refused(part, error),
@@ -279,8 +305,8 @@ class Attempt:
         answer = WholeAnswer(
             Role.PREFILL,
             self.prefill,
-            lambda answer: self._prefill_done(part, answer.body),
-            lambda error: self._prefill_failed(part, error),
+            lambda answer: self._guarded(lambda: self._prefill_done(part, answer.body)),
+            lambda error: self._guarded(lambda: self._prefill_failed(part, error)),
             is_failure=handoff.failed,
             keep=self._keep_prefills or handoff.in_turn,
         )
@@ -316,6 +342,14 @@ class Attempt:
             self.events.leg_failed(kv_missing(self.prefill), (self.prefill,))
         else:
             self.events.prefill_done(part.index, body)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """A defect ends the request and nothing else."""
+        try:
+            step()
+        except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it
+            _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
+            self.events.broke()
 
     def _hand_over(self, part: _Part, answer: bytes) -> bool:
         """Send the decode leg that the prefill's answer makes; False where that is none and there must be one."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from extproc.apis.json_object import NO_EDITS, Edits, LegEdits
-from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, InferenceRequest
+from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, NO_BODY, InferenceRequest
 from extproc.apis.table import CHAT
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
-from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, Handle
+from extproc.exchange.choice import AloneChoice, Choice, PairChoice
+from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, PUSH_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.legs import (
     AnswerHead,
     Leftover,
     WholeAnswer,
     destinations,
+    gone,
     kv_missing,
     leg_headers,
     leg_path,
@@ -33,7 +35,7 @@ from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
 from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
-from extproc.merge.parts import joint_of
+from extproc.merge.parts import Joint, joint_of
 from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Leg
@@ -45,6 +47,12 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 _LAST: Final = (Event.CLOSED, Event.LINGERED)  # after these nothing more will happen
 WHOLE: Final = LegEdits()
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""
+
+
 _WITH_TOKEN_IDS: Final = Edits({"return_token_ids": b"true"})
 
 
@@ -76,6 +84,7 @@ class DirectCourse:
         "_status",
         "_stored",
         "_timer",
+        "_unpinned",
         "_upstreams",
         "_waives",
     )
@@ -107,6 +116,7 @@ class DirectCourse:
         self._local_reply = ""  # the code of an answer that Envoy made up itself
         self._released = False
         self._waives = False  # the decode is to do without the prefill that failed
+        self._unpinned: tuple[Plan | None, GatewayError | None] = (None, None)  # what failed while the decode was out
 
     @classmethod
     def paired(cls, session: Session, head: RequestHead, request: InferenceRequest, placed: Placed) -> DirectCourse:
@@ -141,12 +151,15 @@ class DirectCourse:
         self._upstreams, self._decode = workers, workers[0]
         self._prefill = self._handoff = None
         self._name(workers[0])
-        drop = () if self._session.gateway.config.trust_client else CONTROL_FIELDS
-        self._body = self._request.body.edited(self._edits.decode.put, drop)
+        self._body = self._alone_body()
         record = self._session.record
         record.handoff = record.prefill = ""
         if alone is not None:
             record.kv, record.note = alone.kv.value, alone.why
+
+    def _alone_body(self) -> bytes:
+        drop = () if self._session.gateway.config.trust_client else CONTROL_FIELDS
+        return self._request.body.edited(self._edits.decode.put, drop)
 
     def _name(self, worker: Worker) -> None:
         """Name a response that ``worker`` will make, so that it can be found again."""
@@ -224,6 +237,15 @@ class DirectCourse:
         """See Course."""
         self._fire(Event.CLOSED)
 
+    def prefill_lost(self, worker: Worker) -> None:
+        """See Course. A decode that waits for its cache in vain would do so for ever; one that has it, not be hurt."""
+        handoff, now = self._handoff, self._session.gateway.clock.now()
+        if self._state is not State.DECODING or worker is not self._prefill or handoff is None or not handoff.pushes:
+            return
+        if now - self._session.record.prefill_ended < PUSH_SECONDS:
+            self._error = error = gone(worker)
+            self._fire(self._after(error, worker))
+
     def abandon(self) -> None:
         """See Course."""
         self._session.call.abort(Status.INTERNAL, ABANDONED)
@@ -248,8 +270,8 @@ class DirectCourse:
         answer = WholeAnswer(
             Role.PREFILL,
             prefill,
-            self._prefill_done,
-            self._prefill_failed,
+            lambda answer: self._guarded(lambda: self._prefill_done(answer)),
+            lambda error: self._guarded(lambda: self._prefill_failed(error)),
             is_failure=handoff.failed,
             keep=handoff.in_turn,
         )
@@ -283,6 +305,7 @@ class DirectCourse:
         record = session.record
         record.headed = session.gateway.clock.now()
         record.status = self._status
+        self._request = self._request._replace(body=NO_BODY)  # it may be large, and the answer long
         if self._local_reply:
             pass  # no worker served
         elif self._decode.role is Role.PREFILL:
@@ -303,7 +326,7 @@ class DirectCourse:
     def pause(self) -> None:
         """See Outside."""
         self._release_plan()
-        self._timer = self._session.gateway.clock.after(self._pause, self._try_again)
+        self._timer = self._session.gateway.clock.after(self._pause, lambda: self._guarded(self._try_again))
 
     def await_head(self) -> None:
         """See Outside."""
@@ -315,6 +338,7 @@ class DirectCourse:
         self._stop_timer()
         assert self._error is not None
         self._session.reject(self._error)
+        self._unpin()
 
     def drop_prefill(self) -> None:
         """See Outside."""
@@ -337,22 +361,30 @@ class DirectCourse:
 
     def relay(self) -> None:
         """See Outside."""
-        session, error = self._session, self._error
-        assert self._prefill is not None
-        assert self._handoff is not None
+        session, error, choice = self._session, self._error, self._choice()
         assert error is not None
-        pair = Pair(self._prefill, self._upstreams)
-        course = RelayedCourse(
-            session,
-            self._head,
-            self._request,
-            joint_of(self._request, self._prefill.runtime),
-            Placed(pair, self._handoff),
-            self._known_attempts(),
-        )
+        assert choice is not None
+        pair = Pair(self._prefill or self._decode, self._upstreams)
+        handoff = self._handoff or session.gateway.handoffs.of(self._decode)
+        joint = joint_of(self._request, pair.prefill.runtime) if self._handoff else Joint(pair.prefill.runtime)
+        placed = Placed(pair, handoff)
+        course = RelayedCourse(session, self._head, self._request, joint, placed, choice, self._known_attempts())
         session.hand_on(course)
-        pause = max(0.0, self._due - session.gateway.clock.now())
-        course.go_on(error, None if self._waives else pause, asked=self._status != 0)
+        pause = None if self._waives else max(0.0, self._due - session.gateway.clock.now())
+        # Envoy ends a leg of which it has a head only when the client's answer has ended.
+        stays = 200 <= self._status < 300
+        try:
+            course.go_on(error, pause, asked=self._status != 0, afterwards=self._ended if stays else _nothing)
+        finally:
+            if stays:
+                self._released = False  # its load counts until then
+            else:
+                self._unpin()
+
+    def _ended(self) -> None:
+        """The leg that stayed with Envoy under a late answer has ended, too."""
+        self._decode.load -= 1
+        self._unpin()
 
     def give_back(self) -> None:
         """See Outside."""
@@ -431,15 +463,29 @@ class DirectCourse:
         self._error = error
         self._params = b""  # nothing was computed that could be freed
         report(session.gateway, (prefill,), error)
-        if self._released and self._plan is not None:
-            unpin(session, self._head, pair, handoff, self._plan, error)
+        if self._released:
+            self._unpinned = self._plan, error
         self._fire(self._after(error, prefill))
+
+    def _unpin(self) -> None:
+        """Free what a decode keeps for a prefill that failed; its leg has ended, or is just ending."""
+        (plan, error), self._unpinned = self._unpinned, (None, None)
+        if plan is not None and error is not None and self._prefill is not None and self._handoff is not None:
+            unpin(self._session, self._head, Pair(self._prefill, self._upstreams), self._handoff, plan, error)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """A defect ends the request and nothing else."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - logged; Envoy is told and closes the call, whatever it is
+            _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
+            self._session.call.abort(Status.INTERNAL, str(error))
 
     def _after(self, error: GatewayError, prefill: Worker) -> Event:
         """What the failure of the prefill leg leads to."""
         config, handoff = self._session.gateway.config, self._handoff
         assert handoff is not None
-        released = self._state in (State.PARALLEL, State.HELD) and config.retry_released
+        released = self._state in (State.PARALLEL, State.HELD, State.DECODING) and config.retry_released
         if not released and self._state is not State.PREFILLING:
             return Event.PREFILL_FAILED
         waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
@@ -454,7 +500,7 @@ class DirectCourse:
 
     def _after_refusal(self, head: AnswerHead) -> Event:
         """What a decode's answer with an error status, or Envoy's in its place, leads to."""
-        if self._state not in (State.PARALLEL, State.DECODING) or self._handoff is None:
+        if self._state not in (State.PARALLEL, State.DECODING):
             return Event.DECODE_REFUSED
         gateway, worker = self._session.gateway, self._decode
         error = head.error(worker)
@@ -472,14 +518,24 @@ class DirectCourse:
 
     def _may_try_again(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
         """Whether there is to be another attempt, without ``workers``, after ``error``; sets the pause before it."""
-        gateway, attempts = self._session.gateway, self._known_attempts()
-        pause = attempts.after(error, workers, gateway.clock.now())
-        assert self._prefill is not None
+        attempts, choice = self._known_attempts(), self._choice()
+        if choice is None:
+            return False
+        pause = attempts.after(error, workers, self._session.gateway.clock.now())
         # Who is left is known now; whether they still are after the pause, then.
-        if pause is None or not gateway.placer.has_pair(self._request.model, attempts.failed, self._prefill):
+        if pause is None or not choice.left(attempts.failed):
             return False
         self._wait(pause)
         return True
+
+    def _choice(self) -> Choice | None:
+        """Who else may serve the request; None where nobody can."""
+        gateway = self._session.gateway
+        if self._handoff is not None and self._prefill is not None:
+            return PairChoice(gateway, self._request, self._prefill, self._handoff)
+        if self._request is ABOUT_STORED:
+            return None  # the keeper alone knows
+        return AloneChoice(gateway, self._request, self._decode, self._alone_body())
 
     def _wait(self, pause: float) -> None:
         self._pause = pause
@@ -530,7 +586,7 @@ class DirectCourse:
         if params and self._handoff is not None:
             workers = self._upstreams
             if self._local_reply.endswith("_unreachable"):
-                workers = self._session.gateway.placer.decodes(self._request.model, self._decode, workers)
+                workers = self._session.gateway.placer.alike(self._request.model, self._decode, workers)
             if workers:
                 self._order(self._handoff.forgets(params), [workers])
 

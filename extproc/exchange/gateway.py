@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
@@ -47,6 +48,9 @@ class Mortal(Protocol):
 
     def abandon(self) -> None:
         """It should have been over long ago: give its call up."""
+
+    def prefill_lost(self, worker: Worker) -> None:
+        """A prefill worker is gone; it may be one that the request needs."""
 
 
 class Gateway:
@@ -116,6 +120,11 @@ class Gateway:
             _guarded(exchange.abandon)
         for exchange in _due(self._alive, now):
             self._end(exchange, GatewayError("request_timeout", "the request took too long"))
+
+    def prefill_lost(self, worker: Worker) -> None:
+        """A prefill worker is gone: requests may wait for what it was to send."""
+        for exchange in list(self._alive):
+            _guarded(partial(exchange.prefill_lost, worker))
 
     def end_all(self, error: GatewayError) -> None:
         """End every request under way."""

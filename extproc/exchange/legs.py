@@ -285,6 +285,7 @@ def send_orders(
     recipients: Sequence[Sequence[Worker]],
     orders: Sequence[tuple[bytes, bytes]],
     request_id: bytes,
+    more: Sequence[Header] = (),
 ) -> None:
     """POST each of ``orders`` (path, body) to the first of each of ``recipients`` that accepts a connection.
 
@@ -294,6 +295,7 @@ def send_orders(
     for path, body in orders:
         for workers in recipients:
             headers = leg_headers(gateway, head, path, workers, request_id, len(body))
+            headers += more
             receiver = OrderReceiver()
             leg = gateway.egress.send(headers, body, receiver)
             receiver.limit = gateway.clock.after(ABORT_SECONDS, leg.cancel)
@@ -310,7 +312,7 @@ def unpin(session: Session, head: RequestHead, pair: Pair, handoff: Handoff, pla
         return
     gateway, request_id = session.gateway, session.record.request_id
     send, after = partial(send_orders, gateway, head, request_id=request_id), gateway.clock.after
-    after(UNPIN_SECONDS, lambda: send([(pair.prefill,)], orders))
+    after(UNPIN_SECONDS, lambda: send([(pair.prefill,)], orders, more=plan.prefill_headers))
     after(2 * UNPIN_SECONDS, lambda: send([pair.decodes], handoff.forgets(plan.params)))
 
 
@@ -322,6 +324,11 @@ def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> 
             gateway.report_unreachable(worker)
         elif code.endswith("_connection_lost"):
             gateway.report_failure(worker)
+
+
+def gone(prefill: Worker) -> GatewayError:
+    """The error for a prefill worker that is found gone while a decode waits for what it was to send."""
+    return GatewayError("prefill_connection_lost", f"prefill worker {prefill.url} is gone before its cache was fetched")
 
 
 def kv_missing(prefill: Worker | None) -> GatewayError:

@@ -162,6 +162,9 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.DECODING, _E.DECODE_HEAD): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_HEAD_EARLY): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_REFUSED): (_S.ANSWERING, ("pass_head",)),
+    # Only where the prefill is found gone before its cache was fetched, for which the decode would wait for ever.
+    (_S.DECODING, _E.PREFILL_REPLACED): (_S.REPLACING, ("drop_decode", "await_head")),
+    (_S.DECODING, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.DECODING, _E.DECODE_REPLACED): (_S.OVER, ("relay", "give_back")),
     (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.DECODING, _E.CLOSED): (_S.OVER, ("drop_decode", "finish")),

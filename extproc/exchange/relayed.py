@@ -19,6 +19,7 @@ from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempt import Attempt
 from extproc.exchange.attempts import Attempts, OnPrefillFailure, is_transient
+from extproc.exchange.choice import Choice
 from extproc.exchange.clock import ABANDONED, LINGER_SECONDS, Handle
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
 from extproc.exchange.legs import report
@@ -27,7 +28,6 @@ from extproc.exchange.placed import Placed
 from extproc.exchange.record import naming_headers, server_timing
 from extproc.merge.answer import joined_answer
 from extproc.merge.parts import Joint
-from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Header
 from extproc.workers.worker import Worker
@@ -53,22 +53,24 @@ class RelayedCourse:
         session, head, request: the request.
         joint: in what parts it is served.
         placed: where, the first time.
+        choice: finds others.
         attempts: at it, until now.
     """
 
     __slots__ = (
+        "_afterwards",
         "_answer",
         "_attempt",
         "_attempts",
-        "_handoff",
+        "_choice",
         "_head",
         "_headers",
         "_joint",
         "_late",
         "_outlet",
-        "_pair",
         "_paused",
         "_phase",
+        "_placed",
         "_request",
         "_session",
         "_timer",
@@ -81,14 +83,17 @@ class RelayedCourse:
         request: InferenceRequest,
         joint: Joint,
         placed: Placed,
+        choice: Choice,
         attempts: Attempts,
     ) -> None:
         """Raises GatewayError when the request cannot be split."""
         self._session = session
         self._head = head
         self._request = request
-        self._pair, self._handoff = placed
+        self._placed = placed
+        self._choice = choice
         self._attempts = attempts
+        self._afterwards: Callable[[], None] = lambda: None
         self._joint = joint
         self._phase = _Phase.WAITING
         self._paused = False
@@ -104,22 +109,29 @@ class RelayedCourse:
     def start(self) -> None:
         """See Course."""
         self._session.record.sent = self._session.gateway.clock.now()
-        self._place(self._pair).send()
+        self._place(self._placed).send()
 
-    def go_on(self, error: GatewayError, pause: float | None, *, asked: bool) -> None:
-        """Take over a request that was released to a decode worker in vain.
+    def go_on(self, error: GatewayError, pause: float | None, *, asked: bool, afterwards: Callable[[], None]) -> None:
+        """Take over a request that was released to a worker in vain.
 
         Args:
             error: why.
             pause: seconds until the next attempt begins; None where the decode is to do without the prefill.
             asked: Envoy has the head of a worker's answer, and waits for our word on it.
+            afterwards: to be done when the request is over.
         """
+        self._afterwards = afterwards
         self._outlet = self._late = LateReply(self._session, self._gone, self.drained)
         self._late.open(error, asked=asked)
         if pause is None:
             self._waive()
         else:
             self._timer = self._session.gateway.clock.after(pause, lambda: self._try_again(error))
+
+    def prefill_lost(self, worker: Worker) -> None:
+        """See Course."""
+        if self._attempt is not None and self._phase is _Phase.WAITING:
+            self._attempt.prefill_lost(worker)
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002
         """See Course."""
@@ -181,53 +193,53 @@ class RelayedCourse:
             self._fail(error)
         elif self._may_waive(error, workers):
             self._waive()
-        elif (pause := self._attempts.after(error, workers, gateway.clock.now())) is None or not self._others_left():
+        elif (pause := self._attempts.after(error, workers, gateway.clock.now())) is None or not self._choice.left(
+            self._attempts.failed
+        ):
             self._fail(error)
         else:
             self._drop_attempt()
             self._timer = gateway.clock.after(pause, lambda: self._try_again(error))
+
+    def broke(self) -> None:
+        """See AttemptEvents."""
+        self._fail(GatewayError("internal_error", "the gateway failed; its log says why"))
 
     # -- other attempts -------------------------------------------------------------------------------------------
 
     def _may_waive(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
         """Whether the decode may do without a prefill that failed."""
         waives = self._session.gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
-        return waives and self._handoff.waivable and self._pair.prefill in workers and is_transient(error)
+        pair, handoff = self._placed
+        return waives and handoff.waivable and pair.prefill in workers and is_transient(error)
 
     def _waive(self) -> None:
         """Have the decode workers do without the prefills: they compute all that is asked for themselves."""
         self._drop_attempt()
         self._joint = self._joint.without_prefills()
-        self._place(self._pair).send_decodes()
-
-    def _others_left(self) -> bool:
-        placer = self._session.gateway.placer
-        return placer.has_pair(self._request.model, self._attempts.failed, self._pair.prefill)
+        self._place(self._placed).send_decodes()
 
     def _try_again(self, error: GatewayError) -> None:
         """Make another attempt; where there is nobody for it, the last one's ``error`` is the client's."""
         self._timer = None
-        session = self._session
-        session.record.attempts = self._attempts.number
+        self._session.record.attempts = self._attempts.number
         try:
-            pair = session.gateway.placer.pair(self._request.model, self._attempts.failed, self._pair.prefill)
-            if self._handoff.alone(self._request, pair.prefill) is not None:
-                raise error  # it cannot hand over, although its like can: nobody has told its engine id
-            attempt = self._place(pair)
+            self._choice.begin(self._place(self._choice.next(self._attempts.failed)))
         except GatewayError:
             self._fail(error)
-        else:
-            attempt.send()
+        except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it
+            _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
+            self.broke()
 
-    def _place(self, pair: Pair) -> Attempt:
-        self._pair = pair
+    def _place(self, placed: Placed) -> Attempt:
+        self._placed = placed
         self._headers = ()
         self._answer = joined_answer(self._request, self._joint)
         attempt = self._attempt = Attempt(
             self._session,
             self._head,
             self._request,
-            Placed(pair, self._handoff),
+            placed,
             self._joint,
             keep_prefills=self._answer.needs_prefill,
             events=self,
@@ -270,6 +282,7 @@ class RelayedCourse:
             self._stop_timer()
             self._drop_attempt()
         finally:
+            self._afterwards()
             self._session.finish()
 
     def _drop_attempt(self) -> None:

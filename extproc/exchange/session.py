@@ -14,6 +14,7 @@ from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts
+from extproc.exchange.choice import PairChoice
 from extproc.exchange.clock import ABANDONED
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.gateway import Gateway
@@ -23,12 +24,12 @@ from extproc.exchange.placed import Placed
 from extproc.exchange.record import Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
 from extproc.handoff.handoff import Alone
-from extproc.merge.parts import joint_of
+from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
 from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call
-from extproc.workers.worker import Role
+from extproc.workers.worker import Role, Worker
 
 _log: Final = logging.getLogger(__name__)
 _DRAIN_RETRY_AFTER: Final = 1
@@ -55,6 +56,9 @@ class Course(Protocol):
 
     def abandon(self) -> None:
         """Envoy should have ended the stream long ago: give the call up."""
+
+    def prefill_lost(self, worker: Worker) -> None:
+        """A prefill worker is gone."""
 
 
 class Session:
@@ -146,6 +150,11 @@ class Session:
             self._course.abandon()
         else:
             self.call.abort(Status.INTERNAL, ABANDONED)
+
+    def prefill_lost(self, worker: Worker) -> None:
+        """See Mortal."""
+        if self._course is not None:
+            self._course.prefill_lost(worker)
 
     def reject(self, error: GatewayError) -> None:
         """Answer the client with ``error``; where an answer has begun, Envoy cuts it instead."""
@@ -269,8 +278,10 @@ class Session:
         placed = Placed(pair, handoff)
         joint = joint_of(request, pair.prefill.runtime)
         if joint.parts > 1 or joint.prompt_logprobs:
+            check_parts(request, joint, gateway.config.max_payload_bytes)
             attempts = Attempts(gateway.config.retry, self.deadline)
-            return RelayedCourse(self, head, request, joint, placed, attempts)
+            choice = PairChoice(gateway, request, pair.prefill, handoff)
+            return RelayedCourse(self, head, request, joint, placed, choice, attempts)
         return DirectCourse.paired(self, head, request, placed)
 
     def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:
@@ -285,6 +296,8 @@ class Session:
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:
         """The course of a request about a stored response. Raises GatewayError when nobody can be asked for it."""
         name = stored_name(head.path)
+        if name is None:
+            raise GatewayError("not_found", f"Invalid URL ({head.method} {head.path[:_LOGGED_MODEL]})")
         keeper = self.gateway.stored.keeper(name, self.gateway.placer.all_decodes())
         if keeper is None:
             message = f"Response with id '{name[:_LOGGED_MODEL]}' not found."

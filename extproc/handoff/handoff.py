@@ -129,6 +129,10 @@ class Handoff(Protocol):
     def lets_finish(self) -> bool:
         """A prefill leg must be let finish once its decode leg is out, even if nobody wants the answer any more."""
 
+    @property
+    def pushes(self) -> bool:
+        """The prefill worker sends the cache: a decode whose prefill dies before it has waits for ever."""
+
     def release(self, plan: Plan) -> None:
         """Both legs of ``plan`` are over."""
 

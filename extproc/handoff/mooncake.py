@@ -45,6 +45,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
     """See the module, and Handoff."""
 
     name = "mooncake"
+    pushes = True
 
     def __init__(self, *, in_turn: bool = False) -> None:
         self.in_turn = self.tells_tokens = in_turn

@@ -68,6 +68,7 @@ class SglangHandoff:
     name = "sglang"
     in_turn = False
     lets_finish = False
+    pushes = False  # it does, but its decode notices within seconds
     prefixes_ids = False
     waivable = False
     tells_tokens = False

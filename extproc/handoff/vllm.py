@@ -171,6 +171,7 @@ class VllmHandoff:
 
     live = 0  # there are no rooms
     lets_finish = False
+    pushes = False
     prefixes_ids = True
     waivable = True
     tells_tokens = False

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
+from extproc.errors import GatewayError
 from extproc.merge.split import sample_edits
 from extproc.merge.vllm_prompt import decode_edits, prefill_edits, wants_prompt_logprobs
 
@@ -71,6 +72,18 @@ def joint_of(request: InferenceRequest, runtime: str) -> Joint:
         return Joint(runtime, prompt_logprobs=wanted)  # a list of one is one sequence; the engine takes it as it is
     prompts = tuple(request.body.items_of(request.api.batch_keys[0]))
     return Joint(runtime, Split.PROMPTS, len(prompts), wanted, prompts)
+
+
+def check_parts(request: InferenceRequest, joint: Joint, limit: int) -> None:
+    """See that the bodies of all legs together are no larger than ``limit`` bytes: a few prompts can make many.
+
+    Raises:
+        GatewayError: ``payload_too_large``.
+    """
+    shared = len(request.body.raw) - sum(len(prompt) for prompt in joint.prompts)
+    size = 2 * (joint.parts * shared + sum(len(prompt) for prompt in joint.prompts))
+    if size > limit:
+        raise GatewayError("payload_too_large", f"the bodies of {2 * joint.parts} legs take more than {limit} bytes")
 
 
 def leg_edits(request: InferenceRequest, joint: Joint, part: int) -> LegEdits:

@@ -100,11 +100,15 @@ class Placer:
             known = self._alike[key] = (prefills, decodes, alike)
         return known[2]
 
-    def decodes(self, model: str | None, like: Worker, without: Collection[Worker] = ()) -> Sequence[Worker]:
-        """Decode workers in order of preference that may be given what was meant for ``like``; none may be left."""
-        usable = _others(self._fleet.usable(Role.DECODE, model), without)
-        found = tuple(w for w in usable if w.pairing == like.pairing and w.api_key == like.api_key)
-        return self._decode.rank(found, CANDIDATES) if found else ()
+    def alike(self, model: str | None, like: Worker, without: Collection[Worker] = ()) -> Sequence[Worker]:
+        """Workers in order of preference that may be given what was meant for ``like``; none may be left."""
+        found = tuple(
+            worker
+            for worker in self._fleet.usable(like.role, model)
+            if worker.pairing == like.pairing and worker.api_key == like.api_key and worker not in without
+        )
+        policy = self._decode if like.role is Role.DECODE else self._prefill
+        return policy.rank(found, CANDIDATES) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be given a request now, in no order of preference.
@@ -139,10 +143,6 @@ class Placer:
         return GatewayError(
             "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
         )
-
-
-def _others(workers: Sequence[Worker], without: Collection[Worker]) -> Sequence[Worker]:
-    return tuple(worker for worker in workers if worker not in without) if without else workers
 
 
 def _partners(prefill: Worker, decode: Worker, *, any_model: bool) -> bool:
