@@ -18,7 +18,8 @@ environment:
   TP_SIZE           tensor parallel size of every worker [default: 1]
   DP_SIZE           data parallel size of every worker, vLLM only [default: 1]
   PREFILL_GPUS, DECODE_GPUS         ids such as 0,1,2,3: each worker takes the next TP_SIZE x DP_SIZE of them;
-                    none: set no CUDA_VISIBLE_DEVICES [default: the lowest that the other list does not name]
+                    none: set no CUDA_VISIBLE_DEVICES [default: the first that the other list does not name, of the
+                    CUDA_VISIBLE_DEVICES that this script is given (empty or -1: as none), without one of 0,1,2,...]
   HOST              address that the workers listen on [default: 0.0.0.0]
   ADVERTISE_HOST    their address for the gateway and for each other [default: HOST, or 127.0.0.1 if that is a wildcard]
   PREFILL_PORT      of the first prefill worker; the next one's is 1 higher, SGLang's 10: it takes ports beside its own
@@ -173,19 +174,25 @@ plan() {
   plan_role decode "$DECODE_WORKERS" "$DECODE_PORT"
 }
 
-# take_gpus NAME WORKERS OTHERS: the ids in the variable NAME, or the lowest that OTHERS does not name, into $taken.
+# take_gpus NAME WORKERS OTHERS: the ids in the variable NAME, or the first that OTHERS does not name, into $taken.
 take_gpus() {
-  local needed=$(($2 * TP_SIZE * DP_SIZE)) id
+  local needed=$(($2 * TP_SIZE * DP_SIZE)) id list=$1 more=''
+  local -a offered=()
   taken=()
   [[ ${!1} != none ]] || return 0
-  if [[ -z ${!1} ]]; then
-    for ((id = 0; ${#taken[@]} < needed; id++)); do [[ ,$3, == *,$id,* ]] || taken+=("$id"); done
-  else
+  if [[ -n ${!1} ]]; then
     IFS=, read -ra taken <<<"${!1}"
+  elif [[ -n ${CUDA_VISIBLE_DEVICES+given} ]]; then # on a shared machine the other GPUs are somebody else's
+    [[ ! $CUDA_VISIBLE_DEVICES =~ ^(-1)?$ ]] || return 0
+    list=CUDA_VISIBLE_DEVICES more=" beside the other role's; or set $1"
+    IFS=, read -ra offered <<<"$CUDA_VISIBLE_DEVICES"
+    for id in "${offered[@]}"; do [[ ,$3, == *,$id,* ]] || ((${#taken[@]} == needed)) || taken+=("$id"); done
+  else
+    for ((id = 0; ${#taken[@]} < needed; id++)); do [[ ,$3, == *,$id,* ]] || taken+=("$id"); done
   fi
-  for id in "${taken[@]}"; do [[ $id =~ ^[A-Za-z0-9/-]+$ ]] || fail "$1=${!1}: '$id' is no GPU id"; done
-  ((${#taken[@]} == needed)) ||
-    fail "$1=${!1}: ${#taken[@]} GPU ids for $2 worker(s) with TP_SIZE=$TP_SIZE and DP_SIZE=$DP_SIZE: $needed needed"
+  for id in "${taken[@]}"; do [[ $id =~ ^[A-Za-z0-9/-]+$ ]] || fail "$list=${!list}: '$id' is no GPU id"; done
+  ((${#taken[@]} == needed)) || fail "$list=${!list}: ${#taken[@]} GPU ids for $2 worker(s) with TP_SIZE=$TP_SIZE and \
+DP_SIZE=$DP_SIZE: $needed needed$more"
 }
 
 # plan_role ROLE WORKERS PORT: with the GPUs in $taken.
@@ -331,8 +338,9 @@ show_registration() {
   body="{\"url\": \"$(address "$1")\", \"worker_type\": \"${roles[$1]}\", \"kv_connector\": \"$connector\""
   if [[ -n ${bootstrap_ports[$1]} ]]; then
     body+=", \"kv_engine_id\": \"${engine_ids[$1]}\", \"bootstrap_port\": ${bootstrap_ports[$1]}"
-    ((DP_SIZE == 1)) || body+=", \"labels\": {\"dp_size\": \"$DP_SIZE\"}"
   fi
+  # Of a prefill worker, for the ids of its ranks; of a decode worker, each of whose ranks is told of moved prefills.
+  [[ $KV_BACKEND != mooncake || $DP_SIZE == 1 ]] || body+=", \"labels\": {\"dp_size\": \"$DP_SIZE\"}"
   printf "curl -X POST http://localhost:%s/workers \\\\\n  -H 'Content-Type: application/json' \\\\\n  -d '%s}'\n" \
     "$GATEWAY_PORT" "$body"
 }

@@ -149,6 +149,26 @@ def test_gpus_not_given_are_those_that_the_other_role_leaves() -> None:
     assert not any("CUDA_VISIBLE_DEVICES" in environment for environment in environments)
 
 
+@pytest.mark.parametrize(
+    ("inherited", "given", "expected"),
+    [
+        ("4,5,6", {}, ["4", "5"]),
+        ("GPU-0a1b,GPU-2c3d", {}, ["GPU-0a1b", "GPU-2c3d"]),
+        ("4,5,6", {"DECODE_GPUS": "4"}, ["5", "4"]),
+        ("4,5", {"PREFILL_GPUS": "0", "DECODE_GPUS": "1"}, ["0", "1"]),
+        ("4,5,6,7", {"TP_SIZE": "2"}, ["4,5", "6,7"]),
+        ("", {}, [None, None]),  # none is to be used: so it is inherited
+        ("-1", {}, [None, None]),
+        ("4,5", {"PREFILL_GPUS": "none", "DECODE_GPUS": "none"}, [None, None]),
+    ],
+)
+def test_gpus_are_taken_from_those_that_the_script_may_use(
+    inherited: str, given: dict[str, str], expected: list[str | None]
+) -> None:
+    workers = plan("vllm", "m", CUDA_VISIBLE_DEVICES=inherited, **given).workers
+    assert [worker.environment.get("CUDA_VISIBLE_DEVICES") for worker in workers] == expected
+
+
 def test_mooncake_is_registered_with_the_engine_ids_and_ports_that_it_is_started_with() -> None:
     made = plan("vllm", "m", KV_BACKEND="mooncake", PREFILL_WORKERS="2", DECODE_WORKERS="2")
     started = [
@@ -166,7 +186,8 @@ def test_mooncake_is_registered_with_the_engine_ids_and_ports_that_it_is_started
 
 def test_the_ranks_of_a_mooncake_worker_are_registered() -> None:
     made = plan("vllm", "m", KV_BACKEND="mooncake", DP_SIZE="2")
-    assert [spec.labels for spec in made.specs] == [{"dp_size": "2"}, {}]
+    assert [spec.labels for spec in made.specs] == [{"dp_size": "2"}] * 2
+    assert [spec.labels for spec in plan("vllm", "m", DP_SIZE="2").specs] == [{}] * 2  # NIXL's need not be known
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
@@ -299,6 +320,13 @@ def test_arguments_behind_the_dashes_are_the_engines_and_quoted() -> None:
         ("vllm m", {"PREFILL_WORKERS": "0"}, "PREFILL_WORKERS=0: expected a whole number from 1 to 1000"),
         ("vllm m", {"TP_SIZE": "two"}, "TP_SIZE=two: expected a whole number"),
         ("vllm m", {"TP_SIZE": "2", "PREFILL_GPUS": "0"}, "PREFILL_GPUS=0: 1 GPU ids for 1 worker(s)"),
+        (
+            "vllm m",
+            {"CUDA_VISIBLE_DEVICES": "4"},
+            "DP_SIZE=1: 1 needed beside the other role's; or set DECODE_GPUS",
+        ),
+        ("vllm m", {"CUDA_VISIBLE_DEVICES": "4"}, "CUDA_VISIBLE_DEVICES=4: 0 GPU ids for 1 worker(s)"),
+        ("vllm m", {"CUDA_VISIBLE_DEVICES": "0, 1"}, "CUDA_VISIBLE_DEVICES=0, 1: ' 1' is no GPU id"),
         ("vllm m", {"DECODE_WORKERS": "2", "DECODE_GPUS": "4,5,6"}, "DECODE_GPUS=4,5,6: 3 GPU ids for 2 worker(s)"),
         ("vllm m", {"PREFILL_GPUS": "0;1"}, "'0;1' is no GPU id"),
         ("vllm m", {"PREFILL_PORT": "70000"}, "PREFILL_PORT=70000: expected a whole number from 1 to 65535"),
