@@ -37,7 +37,7 @@ CATALOGUE = _catalogue(
     Fault("model_not_found", 404, "no registered worker serves the named model"),
     Fault("not_found", 404, "no such path"),
     Fault("method_not_allowed", 405, "the path exists but not with this method"),
-    Fault("payload_too_large", 413, "the body is larger than `--max-payload-size`"),
+    Fault("payload_too_large", 413, "the body, or those of all its legs together, is larger than `--max-payload-size`"),
     Fault("not_implemented", 501, "the API is not served by a prefill/decode fleet (embeddings, classify, audio)"),
     Fault("no_available_workers", 503, "no usable prefill or no usable decode worker at this moment", retryable=True),
     Fault("no_compatible_pd_pair", 503, "no usable prefill and decode worker share a KV transfer protocol"),

@@ -41,7 +41,7 @@ JSON_ERROR = '{"object":"error","message":"busy","type":"x","code":429}'
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Product]:
-    async with Product(prefills=2, decodes=2) as product:
+    async with Product(prefills=2, decodes=2, disable_retries=True) as product:
         yield product
 
 

@@ -60,7 +60,7 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Product]:
-    async with Product() as product:
+    async with Product(disable_retries=True) as product:
         yield product
 
 
