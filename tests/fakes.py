@@ -14,7 +14,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 
 from extproc.exchange.gateway import Gateway, GatewayConfig
-from extproc.exchange.legs import OrderReceiver
+from extproc.exchange.orders import OrderReceiver
 from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
 from extproc.policies.placement import Placer

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import Attempts, OnPrefillFailure, RetryPolicy, is_transient
-from extproc.exchange.legs import failure_of, kv_missing, loss_of
+from extproc.exchange.failures import failure_of, kv_missing, loss_of
 from extproc.transport.interface import Lost
 from extproc.workers.worker import Role
 

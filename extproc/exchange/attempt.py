@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
+from extproc.exchange.answers import WholeAnswer, answered_by, refused_before
 from extproc.exchange.attempts import KvMissing
+from extproc.exchange.failures import gone, kv_missing, loss_of
 from extproc.exchange.headers import RequestHead
-from extproc.exchange.legs import (
-    Leftover,
-    WholeAnswer,
-    answered_by,
-    gone,
-    kv_missing,
-    leg_headers,
-    leg_path,
-    loss_of,
-    refused_before,
-    send_orders,
-    unpin,
-)
+from extproc.exchange.leg_heads import leg_headers, leg_path
+from extproc.exchange.orders import Leftover, send_orders, unpin
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.stored import naming

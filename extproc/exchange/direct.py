@@ -11,24 +11,15 @@ from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, NO_BODY, Inferenc
 from extproc.apis.table import CHAT
 from extproc.errors import GatewayError
 from extproc.exchange import wire
+from extproc.exchange.answers import AnswerHead, WholeAnswer
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
 from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, PUSH_SECONDS, Handle
+from extproc.exchange.failures import gone, kv_missing, report
 from extproc.exchange.headers import HeaderValue, RequestHead
-from extproc.exchange.legs import (
-    AnswerHead,
-    Leftover,
-    WholeAnswer,
-    destinations,
-    gone,
-    kv_missing,
-    leg_headers,
-    leg_path,
-    report,
-    send_orders,
-    unpin,
-)
+from extproc.exchange.leg_heads import destinations, leg_headers, leg_path
 from extproc.exchange.machine import Event, Outside, State, rule_of
+from extproc.exchange.orders import Leftover, send_orders, unpin
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.relayed import RelayedCourse

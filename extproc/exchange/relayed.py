@@ -21,8 +21,8 @@ from extproc.exchange.attempt import Attempt
 from extproc.exchange.attempts import Attempts, OnPrefillFailure, is_transient
 from extproc.exchange.choice import Choice
 from extproc.exchange.clock import ABANDONED, LINGER_SECONDS, Handle
+from extproc.exchange.failures import report
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
-from extproc.exchange.legs import report
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import naming_headers, server_timing

@@ -1,0 +1,143 @@
+"""What legs answer: whole, or only the head of it where Envoy runs the leg; and who answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from extproc.errors import CATALOGUE, GatewayError
+from extproc.exchange.failures import failure_of, loss_of
+from extproc.exchange.headers import HeaderValue
+from extproc.names import ERROR_CODE, LOCAL_REPLY, UPSTREAM
+from extproc.transport.interface import Header, Lost
+from extproc.workers.worker import Role, Worker
+
+_BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
+_LOCAL_REPLY: Final = LOCAL_REPLY.encode()
+_UPSTREAM: Final = UPSTREAM.encode()
+
+
+class AnswerHead(NamedTuple):
+    """The head of a released leg's answer, as Envoy shows it.
+
+    Attributes:
+        status: the answer's.
+        code: of the error that Envoy made up itself, None for a worker's answer.
+        upstream: "ip:port" of who answered.
+        retry_after: the header of this name.
+    """
+
+    status: int
+    code: str | None
+    upstream: str | None
+    retry_after: bytes | None
+
+    @classmethod
+    def of(cls, headers: Iterable[HeaderValue]) -> AnswerHead:
+        """Read what matters of ``headers``."""
+        status = 0
+        code = upstream = retry_after = None
+        for header in headers:
+            name = header.key
+            if name == ":status":
+                status = int(header.raw_value)
+            elif name == UPSTREAM:
+                upstream = header.raw_value.decode("latin-1")
+            elif name == ERROR_CODE:
+                code = header.raw_value.decode("latin-1")
+            elif name == "retry-after":
+                retry_after = header.raw_value
+        return cls(status, code, upstream, retry_after)
+
+    def error(self, worker: Worker) -> GatewayError:
+        """What an answer with an error status means, whose body is not known here."""
+        if self.code is not None and self.code in CATALOGUE:
+            return GatewayError(self.code, f"decode worker {worker.url} did not answer", status=self.status)
+        headers = [] if self.retry_after is None else [(b"retry-after", self.retry_after)]
+        return failure_of(Role.DECODE, worker, self.status, headers, b"")
+
+
+class WholeAnswer:
+    """Receives a leg's answer as a whole: either ``complete`` or ``failed`` is called, once.
+
+    ``is_failure`` looks into the body of a 2xx answer.
+    Of a body that is not to be kept whole only a first part is, enough for an error or to see what became of one token.
+    """
+
+    __slots__ = (
+        "_complete",
+        "_failed",
+        "_is_failure",
+        "_keep",
+        "_parts",
+        "_role",
+        "_size",
+        "_worker",
+        "headers",
+        "status",
+    )
+
+    def __init__(
+        self,
+        role: Role,
+        worker: Worker,
+        complete: Callable[[WholeAnswer], None],
+        failed: Callable[[GatewayError], None],
+        *,
+        is_failure: Callable[[bytes], bool],
+        keep: bool = False,
+    ) -> None:
+        self._is_failure = is_failure
+        self._role = role
+        self._worker = worker
+        self._complete = complete
+        self._failed = failed
+        self._keep = keep
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.status = 0
+        self.headers: Sequence[Header] = ()
+
+    @property
+    def body(self) -> bytes:
+        """What was kept of the body."""
+        return b"".join(self._parts)
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See LegReceiver."""
+        self.status = status
+        self.headers = headers
+
+    def data(self, chunk: bytes) -> None:
+        """See LegReceiver."""
+        if self._keep or self._size < _BODY_LIMIT:
+            self._parts.append(chunk)
+            self._size += len(chunk)
+
+    def done(self) -> None:
+        """See LegReceiver."""
+        if not 200 <= self.status < 300:
+            self._failed(failure_of(self._role, self._worker, self.status, self.headers, self.body))
+        elif self._is_failure(self.body):
+            name = self._role.value
+            self._failed(GatewayError(f"{name}_failed", f"{name} worker {self._worker.url} aborted the request"))
+        else:
+            self._complete(self)
+
+    def lost(self, reason: Lost, detail: str) -> None:
+        """See LegReceiver."""
+        self._failed(loss_of(self._role, self._worker, reason, detail))
+
+
+def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker | None:
+    """Which of ``workers`` answered, by the header that Envoy sets; None when no worker did."""
+    fields = dict(headers)
+    if _LOCAL_REPLY in fields:
+        return None
+    endpoint = fields.get(_UPSTREAM, b"").decode("latin-1")
+    return next((worker for worker in workers if worker.endpoint == endpoint), workers[0])
+
+
+def refused_before(workers: Sequence[Worker], served: Worker | None) -> Sequence[Worker]:
+    """The workers that Envoy tried in vain before ``served``; all of them for None."""
+    return workers if served is None else workers[: workers.index(served)]

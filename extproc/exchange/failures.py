@@ -1,0 +1,79 @@
+"""What the failures of legs mean for the client, and for whoever watches the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.errors import GatewayError
+from extproc.exchange.gateway import Gateway
+from extproc.names import LOCAL_REPLY
+from extproc.transport.interface import Header, Lost
+from extproc.workers.worker import Role, Worker
+
+_RETRY_AFTER: Final = 1  # seconds
+_EXCERPT: Final = 300  # characters of a worker's error that go into our message
+_LOCAL_REPLY: Final = LOCAL_REPLY.encode()
+
+
+def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header], body: bytes) -> GatewayError:
+    """What a leg's complete answer that is not 2xx means for the client."""
+    fields = dict(headers)
+    name = role.value
+    if (flags := fields.get(_LOCAL_REPLY)) is not None:
+        return _envoys_word(role, worker, flags)
+    retry_after = fields.get(b"retry-after")
+    message = f"{name} worker {worker.url} answered {status}"
+    if 400 <= status < 500 or (role is Role.DECODE and status >= 500):  # as a direct request's client would hear it
+        code = f"{name}_rejected" if status < 500 else f"{name}_failed"
+        passed_on = (fields.get(b"content-type", b"application/json"), body)
+        return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on)
+    return GatewayError(
+        f"{name}_failed",
+        f"{message}: {body[:_EXCERPT].decode(errors='replace')}",
+        status=status if status in (503, 504) else None,
+        retry_after=retry_after,
+    )
+
+
+def loss_of(role: Role, worker: Worker, reason: Lost, detail: str) -> GatewayError:
+    """What the loss of a leg on the way means for the client."""
+    if reason is Lost.RESET:
+        message = f"the connection of {role.value} worker {worker.url} broke before its answer was whole ({detail})"
+        return GatewayError(f"{role.value}_connection_lost", message)
+    message = f"Envoy's egress listener does not answer ({detail})"
+    return GatewayError("egress_unavailable", message, retry_after=_RETRY_AFTER)
+
+
+def gone(prefill: Worker) -> GatewayError:
+    """The error for a prefill worker that is found gone while a decode waits for what it was to send."""
+    return GatewayError("prefill_connection_lost", f"prefill worker {prefill.url} is gone before its cache was fetched")
+
+
+def kv_missing(prefill: Worker | None) -> GatewayError:
+    """The error for a prefill whose answer does not say where the KV cache is."""
+    name = "" if prefill is None else f" {prefill.url}"
+    return GatewayError("kv_missing", f"prefill worker{name} answered without usable kv_transfer_params")
+
+
+def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> None:
+    """Tell whoever watches ``workers`` of the failure of a leg on them, where that may be their own."""
+    code = error.fault.code
+    for worker in workers:
+        if code.endswith("_unreachable"):
+            gateway.report_unreachable(worker)
+        elif code.endswith("_connection_lost"):
+            gateway.report_failure(worker)
+
+
+def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:
+    """Translate Envoy's response flags for an answer that no worker gave."""
+    found = set(flags.decode("latin-1").split(","))
+    name = role.value
+    if found & {"UF", "UH", "NC", "NR", "UO"}:
+        message = f"{name} worker {worker.url} does not accept connections ({flags.decode('latin-1')})"
+        return GatewayError(f"{name}_unreachable", message, retry_after=_RETRY_AFTER)
+    if found & {"UT", "SI", "DT", "UMSDR"}:
+        return GatewayError(f"{name}_timeout", f"{name} worker {worker.url} did not answer in time")
+    message = f"{name} worker {worker.url} closed the connection before it answered ({flags.decode('latin-1')})"
+    return GatewayError(f"{name}_connection_lost", message)

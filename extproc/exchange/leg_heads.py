@@ -1,0 +1,66 @@
+"""Where legs go: the heads of those that we send through the egress listener, and their destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from extproc.apis.table import Api
+from extproc.exchange.gateway import Gateway
+from extproc.exchange.headers import RequestHead
+from extproc.names import CLUSTER, DESTINATION
+from extproc.transport.interface import Header
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.worker import Role, Worker
+
+_CLUSTERS: Final = {Role.PREFILL: PREFILL_CLUSTER.encode(), Role.DECODE: DECODE_CLUSTER.encode()}
+
+
+def leg_headers(
+    gateway: Gateway, head: RequestHead, path: bytes, workers: Sequence[Worker], request_id: bytes, size: int
+) -> list[Header]:
+    """The head of a leg to the first of ``workers`` that accepts a connection (all of one role and API key)."""
+    first = workers[0]
+    pseudo, fixed = _leg_prefix(first.url.authority, first.role, destinations(workers))
+    headers: list[Header] = [
+        *pseudo,
+        (b":path", path),
+        *fixed,
+        (b"content-length", b"%d" % size),
+        (b"x-request-id", request_id),
+    ]
+    if first.api_key is not None:
+        headers.append((b"authorization", b"Bearer " + first.api_key.encode()))
+    elif gateway.api_key is None:
+        headers += head.forwarded
+        return headers
+    # The client's authorization is the gateway's own key, or not for this worker.
+    headers += [field for field in head.forwarded if field[0] != b"authorization"]
+    return headers
+
+
+def destinations(workers: Sequence[Worker]) -> str:
+    """The endpoints of ``workers`` as Envoy wants them."""
+    return workers[0].endpoint or "" if len(workers) == 1 else ",".join([w.endpoint or "" for w in workers])
+
+
+@lru_cache(4096)  # there are few orders of few workers
+def _leg_prefix(authority: str, role: Role, endpoints: str) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
+    """What every leg to these workers has: pseudo headers, and others."""
+    return (
+        ((b":method", b"POST"), (b":scheme", b"http"), (b":authority", authority.encode())),
+        (
+            (CLUSTER.encode(), _CLUSTERS[role]),
+            (DESTINATION.encode(), endpoints.encode()),
+            (b"content-type", b"application/json"),
+        ),
+    )
+
+
+def leg_path(api: Api, client_path: str) -> bytes:
+    """The worker's path for a request to ``client_path``, with its query."""
+    if client_path == api.worker_path:
+        return client_path.encode("latin-1")
+    _, mark, query = client_path.partition("?")
+    return (api.worker_path + mark + query).encode("latin-1")
