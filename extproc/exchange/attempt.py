@@ -14,13 +14,13 @@ from extproc.exchange.attempts import KvMissing
 from extproc.exchange.failures import gone, kv_missing, loss_of
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers, leg_path
-from extproc.exchange.orders import Leftover, send_orders, unpin
+from extproc.exchange.orders import send_orders
 from extproc.exchange.placed import Placed
+from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Kv, Plan
 from extproc.merge.parts import Joint, leg_edits
-from extproc.policies.placement import Pair
 from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.worker import Role, Worker
 
@@ -54,7 +54,7 @@ class AttemptEvents(Protocol):
 
 
 class _Part:
-    """One pair of legs; the LegReceiver of its decode leg."""
+    """One pair of legs; the LegReceiver of its decode leg, and its prefill leg's PrefillEvents."""
 
     __slots__ = (
         "_attempt",
@@ -62,7 +62,6 @@ class _Part:
         "decode",
         "headed",
         "index",
-        "leftover",
         "params",
         "plan",
         "prefill",
@@ -77,8 +76,7 @@ class _Part:
         self.headed = False  # it is known
         self.plan: Plan | None = None
         self.params = b""  # what a decode may still have to be told of, for the prefill to free the KV cache
-        self.prefill: Leg | None = None
-        self.leftover: Leftover | None = None
+        self.prefill: PrefillLeg | None = None
         self.decode: Leg | None = None
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
@@ -114,6 +112,26 @@ class _Part:
         self._over()
         self._attempt.events.leg_failed(loss_of(self.worker.role, self.worker, reason, detail), (self.worker,))
 
+    def guarded(self, step: Callable[[], None]) -> None:
+        """See PrefillEvents."""
+        self._attempt.guarded(step)
+
+    def prefill_answered(self, leg: PrefillLeg, body: bytes) -> None:  # noqa: ARG002 - PrefillEvents' signature
+        """See PrefillEvents."""
+        self._attempt.prefill_answered(self, body)
+
+    def prefill_failed(self, leg: PrefillLeg, error: GatewayError) -> None:
+        """See PrefillEvents."""
+        self.params = b""  # nothing was computed that could be freed
+        if self.decode is not None:
+            leg.unpin(error)
+        self._attempt.events.leg_failed(error, (self._attempt.prefill,))
+
+    @property
+    def prefilling(self) -> bool:
+        """The prefill leg is out."""
+        return self.prefill is not None and self.prefill.out
+
     def _over(self) -> None:
         self.decode = None
         self.worker.load -= 1
@@ -144,6 +162,7 @@ class Attempt:
         self._session = session
         self._head = head
         self._request = request
+        self._placed = placed
         pair, self._handoff = placed
         self._joint = joint
         self._keep_prefills = keep_prefills
@@ -157,7 +176,7 @@ class Attempt:
     @property
     def busy(self) -> bool:
         """A leg is out."""
-        return any(part.prefill or part.decode for part in self._parts)
+        return any(part.prefilling or part.decode for part in self._parts)
 
     def send(self) -> None:
         """Send the prefill legs, and the decode legs unless they wait for those."""
@@ -181,7 +200,7 @@ class Attempt:
 
     def prefill_lost(self, worker: Worker) -> None:
         """A prefill worker is gone: see whether a decode waits for it in vain, and always will."""
-        waits = any(part.plan is not None and part.decode is not None and part.prefill is None for part in self._parts)
+        waits = any(part.plan and part.decode is not None and not part.prefilling for part in self._parts)
         if waits and worker is self.prefill and self._handoff.pushes:
             self.events.leg_failed(gone(worker), (worker,))
 
@@ -205,14 +224,8 @@ class Attempt:
     def drop(self) -> None:
         """End every leg that is out, on its worker too."""
         for part in self._parts:
-            if part.prefill is not None and self._handoff.lets_finish:
-                assert part.plan is not None
-                part.leftover = Leftover(self._session.gateway, part.prefill, self.prefill, part.plan)
-                part.prefill = None
-            elif part.prefill is not None:
-                part.prefill.cancel()
-                self._prefill_over(part)
-                self._abort(part, (self.prefill,))
+            if part.prefill is not None:
+                part.prefill.drop()
             if part.decode is not None:
                 part.decode.cancel()
                 part.decode = None
@@ -292,50 +305,39 @@ class Attempt:
         gateway = session.gateway
         edits = self._edits(part)
         plan = handoff.plan(self._request, self.prefill, edits, trust_client=gateway.config.trust_client)
-        part.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
-        answer = WholeAnswer(
-            Role.PREFILL,
-            self.prefill,
-            lambda answer: self._guarded(lambda: self._prefill_done(part, answer.body)),
-            lambda error: self._guarded(lambda: self._prefill_failed(part, error)),
-            is_failure=handoff.failed,
-            keep=self._keep_prefills or handoff.in_turn,
+        keep = self._keep_prefills or handoff.in_turn
+        path = leg_path(self._request.api, self._head.path)
+        leg = part.prefill = PrefillLeg(
+            session, self._head, path, self._placed, plan, self._leg_id(part), keep=keep, events=part
         )
-        headers = self._leg_headers(part, (self.prefill,), len(plan.prefill))
-        headers += plan.prefill_headers
-        part.prefill = gateway.egress.send(headers, plan.prefill, answer)
-        self.prefill.load += 1
+        leg.send()
+        part.plan = leg.plan
         if handoff.in_turn:
             part.params = plan.params
         else:  # both legs are out: a decode that is aborted tells the prefill itself
             self._send_decode(part, plan.decode)
 
     def _send_decode(self, part: _Part, body: bytes) -> None:
-        headers = self._leg_headers(part, self._decodes, len(body))
-        part.decode = self._session.gateway.egress.send(headers, body, part)
+        gateway, head = self._session.gateway, self._head
+        path = leg_path(self._request.api, head.path)
+        headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
+        part.decode = gateway.egress.send(headers, body, part)
         part.worker.load += 1
 
-    def _leg_headers(self, part: _Part, workers: Sequence[Worker], size: int) -> list[Header]:
+    def _leg_id(self, part: _Part) -> bytes:
+        """What workers are told for the request's id: engines name a request after it."""
         leg_id = self._session.record.leg_id
-        if part.index:  # engines name a request after its id
-            leg_id += b"-%d" % part.index
-        path = leg_path(self._request.api, self._head.path)
-        return leg_headers(self._session.gateway, self._head, path, workers, leg_id, size)
+        return leg_id + b"-%d" % part.index if part.index else leg_id
 
-    def _prefill_done(self, part: _Part, body: bytes) -> None:
-        if part.leftover is not None:
-            part.leftover.over()
-            return
-        self._prefill_over(part)
-        session = self._session
-        session.record.prefill_ended = session.gateway.clock.now()
+    def prefill_answered(self, part: _Part, body: bytes) -> None:
+        """A prefill leg's answer is complete."""
         if self._handoff.in_turn and not self._hand_over(part, body):
             self.events.leg_failed(kv_missing(self.prefill), (self.prefill,))
         else:
             self.events.prefill_done(part.index, body)
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        """A defect ends the request and nothing else."""
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Do ``step``; a defect ends the request and nothing else."""
         try:
             step()
         except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it
@@ -358,23 +360,6 @@ class Attempt:
                 return False
         self._send_decode(part, handed.decode)
         return True
-
-    def _prefill_failed(self, part: _Part, error: GatewayError) -> None:
-        pair = Pair(self.prefill, self._decodes)
-        if part.leftover is not None:
-            part.leftover.over()
-            unpin(self._session, self._head, pair, self._handoff, part.leftover.plan, error)
-            return
-        self._prefill_over(part)
-        part.params = b""  # nothing was computed that could be freed
-        if part.decode is not None and part.plan is not None:
-            unpin(self._session, self._head, pair, self._handoff, part.plan, error)
-        self._session.record.prefill_ended = self._session.gateway.clock.now()
-        self.events.leg_failed(error, (self.prefill,))
-
-    def _prefill_over(self, part: _Part) -> None:
-        part.prefill = None
-        self.prefill.load -= 1
 
     def _abort(self, part: _Part, workers: Sequence[Worker]) -> None:
         if part.plan is not None:

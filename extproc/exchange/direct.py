@@ -11,16 +11,17 @@ from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, NO_BODY, Inferenc
 from extproc.apis.table import CHAT
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.answers import AnswerHead, WholeAnswer
+from extproc.exchange.answers import AnswerHead
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
 from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, PUSH_SECONDS, Handle
 from extproc.exchange.failures import gone, kv_missing, report
 from extproc.exchange.headers import HeaderValue, RequestHead
-from extproc.exchange.leg_heads import destinations, leg_headers, leg_path
+from extproc.exchange.leg_heads import destinations, leg_path
 from extproc.exchange.machine import Event, Outside, State, rule_of
-from extproc.exchange.orders import Leftover, send_orders, unpin
+from extproc.exchange.orders import send_orders
 from extproc.exchange.placed import Placed
+from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
@@ -29,7 +30,6 @@ from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
 from extproc.merge.parts import Joint, joint_of
 from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
-from extproc.transport.interface import Leg
 from extproc.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class DirectCourse:
         "_handoff",
         "_head",
         "_hold",
-        "_leftover",
         "_leg",
         "_local_reply",
         "_params",
@@ -90,8 +89,7 @@ class DirectCourse:
         self._decode = upstreams[0]  # who has the released request, as far as known
         self._handoff: Handoff | None = None
         self._prefill: Worker | None = None
-        self._leg: Leg | None = None
-        self._leftover: Leftover | None = None
+        self._leg: PrefillLeg | None = None
         self._plan: Plan | None = None
         self._body: bytes | None = b""  # of the released request, until it is released; None: it has none
         self._edits = WHOLE
@@ -107,7 +105,7 @@ class DirectCourse:
         self._local_reply = ""  # the code of an answer that Envoy made up itself
         self._released = False
         self._waives = False  # the decode is to do without the prefill that failed
-        self._unpinned: tuple[Plan | None, GatewayError | None] = (None, None)  # what failed while the decode was out
+        self._unpinned: GatewayError | None = None  # of a prefill leg that failed while the decode's was out
 
     @classmethod
     def paired(cls, session: Session, head: RequestHead, request: InferenceRequest, placed: Placed) -> DirectCourse:
@@ -241,6 +239,35 @@ class DirectCourse:
         """See Course."""
         self._session.call.abort(Status.INTERNAL, ABANDONED)
 
+    # -- PrefillEvents --------------------------------------------------------------------------------------------
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """See PrefillEvents."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - logged; Envoy is told and closes the call, whatever it is
+            _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
+            self._session.call.abort(Status.INTERNAL, str(error))
+
+    def prefill_answered(self, leg: PrefillLeg, body: bytes) -> None:  # noqa: ARG002 - PrefillEvents' signature
+        """See PrefillEvents."""
+        if self._state is State.PREFILLING and not self._hand_over(body):
+            self._error = kv_missing(self._prefill)
+            self._fire(Event.PREFILL_FAILED)
+        else:
+            self._fire(Event.PREFILL_DONE)
+
+    def prefill_failed(self, leg: PrefillLeg, error: GatewayError) -> None:  # noqa: ARG002 - PrefillEvents' signature
+        """See PrefillEvents."""
+        prefill = self._prefill
+        assert prefill is not None
+        self._error = error
+        self._params = b""  # nothing was computed that could be freed
+        report(self._session.gateway, (prefill,), error)
+        if self._released:
+            self._unpinned = error
+        self._fire(self._after(error, prefill))
+
     # -- Outside --------------------------------------------------------------------------------------------------
 
     def send_both(self) -> None:
@@ -250,25 +277,16 @@ class DirectCourse:
 
     def send_prefill(self) -> None:
         """See Outside."""
-        prefill, plan, handoff = self._prefill, self._plan, self._handoff
+        prefill, plan, handoff, session = self._prefill, self._plan, self._handoff, self._session
         assert prefill is not None
         assert plan is not None
         assert handoff is not None
-        session = self._session
-        gateway = session.gateway
-        headers = leg_headers(gateway, self._head, self._path, (prefill,), session.record.leg_id, len(plan.prefill))
-        headers += plan.prefill_headers
-        answer = WholeAnswer(
-            Role.PREFILL,
-            prefill,
-            lambda answer: self._guarded(lambda: self._prefill_done(answer)),
-            lambda error: self._guarded(lambda: self._prefill_failed(error)),
-            is_failure=handoff.failed,
-            keep=handoff.in_turn,
+        placed = Placed(Pair(prefill, self._upstreams), handoff)
+        leg = self._leg = PrefillLeg(
+            session, self._head, self._path, placed, plan, session.record.leg_id, keep=handoff.in_turn, events=self
         )
-        self._leg = gateway.egress.send(headers, plan.prefill, answer)
-        prefill.load += 1
-        self._plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
+        leg.send()
+        self._plan = leg.plan
 
     def release(self) -> None:
         """See Outside."""
@@ -278,7 +296,9 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
-        if self._leg is not None:  # both legs are out: a decode that is aborted tells the prefill itself
+        if (
+            self._leg is not None and self._leg.out
+        ):  # both legs are out: a decode that is aborted tells the prefill itself
             self._params = b""
         session.call.send(
             head_reply(session, self._head, self._request, decode, self._path, body, destinations(self._upstreams))
@@ -317,7 +337,7 @@ class DirectCourse:
     def pause(self) -> None:
         """See Outside."""
         self._release_plan()
-        self._timer = self._session.gateway.clock.after(self._pause, lambda: self._guarded(self._try_again))
+        self._timer = self._session.gateway.clock.after(self._pause, lambda: self.guarded(self._try_again))
 
     def await_head(self) -> None:
         """See Outside."""
@@ -333,17 +353,8 @@ class DirectCourse:
 
     def drop_prefill(self) -> None:
         """See Outside."""
-        leg, prefill, handoff = self._leg, self._prefill, self._handoff
-        if leg is None or prefill is None or handoff is None:
-            return
-        if handoff.lets_finish:
-            assert self._plan is not None
-            self._leg = None
-            self._leftover = Leftover(self._session.gateway, leg, prefill, self._plan)
-            return
-        leg.cancel()
-        self._prefill_over()
-        self._abort((prefill,))
+        if self._leg is not None:
+            self._leg.drop()
 
     def drop_decode(self) -> None:
         """See Outside."""
@@ -414,18 +425,6 @@ class DirectCourse:
             return Event.ACCEPTED_ALONE
         return Event.ACCEPTED_IN_TURN if self._handoff.in_turn else Event.ACCEPTED
 
-    def _prefill_done(self, answer: WholeAnswer) -> None:
-        if self._leftover is not None:
-            self._leftover.over()
-            return
-        self._prefill_over()
-        self._session.record.prefill_ended = self._session.gateway.clock.now()
-        if self._state is State.PREFILLING and not self._hand_over(answer.body):
-            self._error = kv_missing(self._prefill)
-            self._fire(Event.PREFILL_FAILED)
-        else:
-            self._fire(Event.PREFILL_DONE)
-
     def _hand_over(self, answer: bytes) -> bool:
         """Make the decode leg of the prefill's answer; False where the operator wants none without a handoff."""
         plan, handoff = self._plan, self._handoff
@@ -440,37 +439,12 @@ class DirectCourse:
         record.note = NO_PARAMS if answer else WAIVED
         return not answer or config.kv_missing is KvMissing.RECOMPUTE
 
-    def _prefill_failed(self, error: GatewayError) -> None:
-        session, prefill, handoff = self._session, self._prefill, self._handoff
-        assert prefill is not None
-        assert handoff is not None
-        pair = Pair(prefill, self._upstreams)
-        if self._leftover is not None:
-            self._leftover.over()
-            unpin(session, self._head, pair, handoff, self._leftover.plan, error)
-            return
-        self._prefill_over()
-        session.record.prefill_ended = session.gateway.clock.now()
-        self._error = error
-        self._params = b""  # nothing was computed that could be freed
-        report(session.gateway, (prefill,), error)
-        if self._released:
-            self._unpinned = self._plan, error
-        self._fire(self._after(error, prefill))
-
     def _unpin(self) -> None:
         """Free what a decode keeps for a prefill that failed; its leg has ended, or is just ending."""
-        (plan, error), self._unpinned = self._unpinned, (None, None)
-        if plan is not None and error is not None and self._prefill is not None and self._handoff is not None:
-            unpin(self._session, self._head, Pair(self._prefill, self._upstreams), self._handoff, plan, error)
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        """A defect ends the request and nothing else."""
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - logged; Envoy is told and closes the call, whatever it is
-            _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
-            self._session.call.abort(Status.INTERNAL, str(error))
+        leg, error = self._leg, self._unpinned
+        self._unpinned = None
+        if leg is not None and error is not None:
+            leg.unpin(error)
 
     def _after(self, error: GatewayError, prefill: Worker) -> Event:
         """What the failure of the prefill leg leads to."""
@@ -555,12 +529,6 @@ class DirectCourse:
         else:  # nobody has told this one's engine id
             self._serve_alone(pair.decodes, alone)
         self._fire(self._accepted())
-
-    def _prefill_over(self) -> None:
-        """The prefill's work ends with its leg, long before the request's: its load must not count on."""
-        assert self._prefill is not None
-        self._leg = None
-        self._prefill.load -= 1
 
     def _give_decode_back(self) -> None:
         if self._released:

@@ -1,4 +1,4 @@
-"""Requests of our own to workers: to end legs, to free what they hold; and legs that are only let finish."""
+"""Requests of our own to workers: to end legs, and to free what they hold."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from extproc.errors import GatewayError
-from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, UNPIN_SECONDS, Handle
+from extproc.exchange.clock import ABORT_SECONDS, UNPIN_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
-from extproc.handoff.handoff import Handoff, Plan
-from extproc.policies.placement import Pair
-from extproc.transport.interface import Header, Leg, Lost
+from extproc.exchange.placed import Placed
+from extproc.handoff.handoff import Plan
+from extproc.transport.interface import Header, Lost
 from extproc.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ class OrderReceiver:
         self.limit.cancel()
 
 
-def unpin(session: Session, head: RequestHead, pair: Pair, handoff: Handoff, plan: Plan, error: GatewayError) -> None:
+def unpin(session: Session, head: RequestHead, placed: Placed, plan: Plan, error: GatewayError) -> None:
     """Free what a decode and its prefill keep for a pair of legs of which the prefill's ended with ``error``.
 
     First the prefill is given something to send to the decode that waits for it, once the decode leg has ended; then,
     for a decode that did not wait, a decode has the prefill free that.
     """
+    pair, handoff = placed
     orders = handoff.unpins(plan)
     if not orders or error.fault.code.endswith("_unreachable"):
         return
@@ -77,27 +78,3 @@ def unpin(session: Session, head: RequestHead, pair: Pair, handoff: Handoff, pla
     send, after = partial(send_orders, gateway, head, request_id=request_id), gateway.clock.after
     after(UNPIN_SECONDS, lambda: send([(pair.prefill,)], orders, more=plan.prefill_headers))
     after(2 * UNPIN_SECONDS, lambda: send([pair.decodes], handoff.forgets(plan.params)))
-
-
-class Leftover:
-    """A prefill leg that is let finish although nobody wants its answer any more, because the engines do.
-
-    It counts on its worker as long as it is out; not for ever, though.
-    """
-
-    __slots__ = ("_leg", "_limit", "_worker", "plan")
-
-    def __init__(self, gateway: Gateway, leg: Leg, worker: Worker, plan: Plan) -> None:
-        self.plan = plan  # for the decode that may still wait, should the leg fail
-        self._leg = leg
-        self._worker = worker
-        self._limit = gateway.clock.after(LEFTOVER_SECONDS, self._give_up)
-
-    def over(self) -> None:
-        """The leg has ended by itself."""
-        self._limit.cancel()
-        self._worker.load -= 1
-
-    def _give_up(self) -> None:
-        self._leg.cancel()
-        self._worker.load -= 1

@@ -1,0 +1,145 @@
+"""One prefill leg, from its sending to its end, and what must be done about it should it end badly or too soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from extproc.errors import GatewayError
+from extproc.exchange.answers import WholeAnswer
+from extproc.exchange.clock import LEFTOVER_SECONDS, Handle
+from extproc.exchange.headers import RequestHead
+from extproc.exchange.leg_heads import leg_headers
+from extproc.exchange.orders import send_orders, unpin
+from extproc.exchange.placed import Placed
+from extproc.handoff.handoff import Plan
+from extproc.transport.interface import Leg
+from extproc.workers.worker import Role
+
+if TYPE_CHECKING:
+    from extproc.exchange.session import Session
+
+
+class PrefillEvents(Protocol):
+    """What a prefill leg tells of itself; nothing any more once it was dropped."""
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Do ``step``; a defect in it ends the request and nothing else."""
+
+    def prefill_answered(self, leg: PrefillLeg, body: bytes) -> None:
+        """Its answer is complete, and good."""
+
+    def prefill_failed(self, leg: PrefillLeg, error: GatewayError) -> None:
+        """It failed."""
+
+
+class PrefillLeg:
+    """See the module.
+
+    Args:
+        session, head, path: the request, and the worker's path for it.
+        placed: the workers.
+        plan: whose prefill leg it is.
+        leg_id: what workers are told for the request's id.
+        keep: its answer's body is wanted whole.
+        events: is told what happens.
+    """
+
+    __slots__ = ("_events", "_head", "_keep", "_leg", "_leg_id", "_limit", "_path", "_placed", "_session", "plan")
+
+    def __init__(
+        self,
+        session: Session,
+        head: RequestHead,
+        path: bytes,
+        placed: Placed,
+        plan: Plan,
+        leg_id: bytes,
+        *,
+        keep: bool,
+        events: PrefillEvents,
+    ) -> None:
+        self._session = session
+        self._head = head
+        self._path = path
+        self._placed = placed
+        self._leg_id = leg_id
+        self._keep = keep
+        self._events = events
+        self._leg: Leg | None = None
+        self._limit: Handle | None = None  # of a leg that is let finish although nobody wants its answer any more
+        self.plan = plan
+
+    @property
+    def out(self) -> bool:
+        """It was sent, and somebody waits for its answer."""
+        return self._leg is not None and self._limit is None
+
+    def send(self) -> None:
+        """Send it. It counts on its worker until it ends, long before the request does."""
+        session, plan, worker = self._session, self.plan, self._placed.pair.prefill
+        gateway = session.gateway
+        headers = leg_headers(gateway, self._head, self._path, (worker,), self._leg_id, len(plan.prefill))
+        headers += plan.prefill_headers
+        answer = WholeAnswer(
+            Role.PREFILL,
+            worker,
+            lambda answer: self._events.guarded(lambda: self._answered(answer)),
+            lambda error: self._events.guarded(lambda: self._failed(error)),
+            is_failure=self._placed.handoff.failed,
+            keep=self._keep,
+        )
+        self._leg = gateway.egress.send(headers, plan.prefill, answer)
+        worker.load += 1
+        self.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
+
+    def drop(self) -> None:
+        """Nobody wants its answer: end it, on its worker too, or let it finish where the engines need that."""
+        leg = self._leg
+        if leg is None or self._limit is not None:
+            return
+        pair, handoff = self._placed
+        gateway = self._session.gateway
+        if handoff.lets_finish:
+            self._limit = gateway.clock.after(LEFTOVER_SECONDS, self._give_up)
+            return
+        leg.cancel()
+        self._over()
+        aborts = handoff.aborts(self.plan)
+        send_orders(gateway, self._head, [(pair.prefill,)], aborts, self._session.record.request_id)
+
+    def unpin(self, error: GatewayError) -> None:
+        """Free what a decode keeps for it: it failed with ``error``, and the decode's leg has ended, or soon will."""
+        unpin(self._session, self._head, self._placed, self.plan, error)
+
+    def _answered(self, answer: WholeAnswer) -> None:
+        if self._limit is not None:
+            self._let_finish()
+            return
+        self._over()
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
+        self._events.prefill_answered(self, answer.body)
+
+    def _failed(self, error: GatewayError) -> None:
+        if self._limit is not None:
+            self._let_finish()
+            self.unpin(error)
+            return
+        self._over()
+        self._session.record.prefill_ended = self._session.gateway.clock.now()
+        self._events.prefill_failed(self, error)
+
+    def _let_finish(self) -> None:
+        """It has ended by itself."""
+        if self._limit is not None:
+            self._limit.cancel()
+        self._over()
+
+    def _give_up(self) -> None:
+        if self._leg is not None:
+            self._leg.cancel()
+            self._over()
+
+    def _over(self) -> None:
+        self._leg = None
+        self._placed.pair.prefill.load -= 1
