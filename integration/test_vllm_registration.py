@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from http_client import Client
 from processes import free_port
-from product import Product
+from product import Product, soon
 from vllm_product import MOONCAKE, NIXL, WAYS, VllmProduct, of_all, params
 from vllm_requests import CHAT, names
 
@@ -107,7 +107,23 @@ async def test_a_multi_connector_is_its_one_child_that_hands_over():
         refused = await register(
             product.client, {**body, "kv_transfer_config": {**MULTI, "kv_connector_extra_config": two}}, 400
         )
-        assert "Connector" in str(refused)
+        assert "MultiConnector wraps NixlConnector and MooncakeConnector" in str(refused)
+
+
+async def test_a_connectors_short_name_hands_over_and_one_that_cannot_be_served_is_refused():
+    async with (
+        VllmProduct(0, 0) as product,
+        VllmMock("prefill", **PLAIN) as prefill,
+        VllmMock("decode", **PLAIN) as decode,
+    ):
+        for mock, name in ((prefill, "nixl"), (decode, NIXL)):
+            await register(product.client, {"url": mock.url, "worker_type": mock.role, "kv_connector": name})
+        await product.fleet(lambda workers: len(workers) == 2 and all(worker.usable for worker in workers))
+        answer = await product.post(CHATS, CHAT)
+        assert (answer.status, *names(answer)[:2]) == (200, "nixl", "handed")
+        assert decode.legs[0].kv == "transferred"
+        body = {"url": "http://127.0.0.1:9", "worker_type": "prefill", "kv_connector": "MoRIIOConnector"}
+        assert "its handoff is not supported" in str(await register(product.client, body, 400))
         await register(product.client, {**body, "kv_connector": "MultiConnector"}, 400)
         await register(product.client, {**body, "kv_connector": NIXL, "kv_role": "kv_consumer"}, 400)
         await product.settled()
@@ -148,7 +164,7 @@ async def test_an_engine_that_restarts_has_another_id(seen):
         if seen:
             answer = await product.post(CHATS, CHAT)
             assert (answer.status, answer.code) == (503, "prefill_unreachable")
-            await product.fleet(lambda _: "refused" in worker.reason)
+            await soon(lambda: "refused" in worker.reason, "a prefill that is down is not seen to be")
         await product.restart(first, engine_id="another", side_channel_port=0)
         await product.fleet(lambda _: [engine.id for engine in worker.kv_engines] == ["another"])
         answer = await product.post(CHATS, CHAT)
