@@ -45,11 +45,11 @@ async def aggregated() -> AsyncIterator[Client]:
 @cases(ONE | VARIANTS)
 async def test_one_pair_of_legs(product: VllmProduct, aggregated: Client, question, stream):
     answer = await same(product, aggregated, question, stream=stream)
-    assert names(answer) == (product.way.handoff, "handed", product.prefill.url, product.decode.url)
+    assert names(answer) == (product.way.handoff, product.way.kv, product.prefill.url, product.decode.url)
     await product.settled()
     see_handoff(product, *product.legs)
     (record,) = product.records.all
-    assert (record.kv, record.note, record.attempts) == ("handed", "", 1)
+    assert (record.kv, record.note, record.attempts) == (product.way.kv, "", 1)
 
 
 @STREAMS

@@ -10,21 +10,13 @@ import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Client
 from vllm_product import HANDING, WAYS, VllmProduct, of_all, once, params
-from vllm_requests import LISTS, LOOSE, OF_PROMPT, ONE, Question, answer_of, streamed
+from vllm_requests import FEW, KIND, KINDS, LOOSE, answer_of, each_with, parts_of
 
 from extproc.mock import Fault, Outcome, Point
 from extproc.mock.vllm.worker import VllmMock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KINDS: dict[str, Question] = {
-    **ONE,
-    **{f"{name} stream": streamed(question) for name, question in ONE.items()},
-    "list": LISTS["texts"],
-    "list stream": streamed(LISTS["texts"]),
-    "logprobs": OF_PROMPT["completions"],
-}
-KIND = pytest.mark.parametrize("kind", KINDS)
 BUSY = '{"error":{"message":"busy","type":"x","param":null,"code":503}}'
 TRANSIENT: dict[str, Fault] = {
     "429": Fault(status=429, body=BUSY),
@@ -48,6 +40,13 @@ async def aggregated() -> AsyncIterator[Client]:
         await client.close()
 
 
+def one_fails(product: VllmProduct, kind: str, fault: Fault) -> None:
+    """Let a decode leg fail when its siblings have come, which have not begun to answer; each would free its cache."""
+    siblings = parts_of(kind) - 1
+    once(product.decodes, replace(fault, delay_head=0.1 if siblings else 0))
+    once(product.decodes, Fault(delay_head=60), times=siblings)
+
+
 # -- before the answer ------------------------------------------------------------------------------------------------
 
 
@@ -64,18 +63,16 @@ async def test_another_decode_takes_the_same_handoff(product: VllmProduct, aggre
     assert len(of_all(product.prefills)) == len(of_all(product.decodes))
 
 
-@pytest.mark.parametrize("failure", TRANSIENT)
-@KIND
+@each_with("failure", TRANSIENT, main="503")
 async def test_another_pair_answers(product: VllmProduct, aggregated: Client, kind, failure):
-    once(product.decodes, replace(TRANSIENT[failure], delay_head=0.1))  # when all its siblings have come
-    once(product.decodes, Fault(delay_head=0.3), times=2)  # which have not begun to answer
+    one_fails(product, kind, TRANSIENT[failure])
+    parts = parts_of(kind)
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.code) == (200, None), answer.body
     assert answer_of(answer, LOOSE) == answer_of(await aggregated.post(*KINDS[kind]), LOOSE)
     assert (answer.header("x-pd-attempts"), answer.header("x-pd-kv")) == ("2", "handed")
     await product.settled()
     failed, served = sorted(product.decodes, key=lambda mock: mock.url == answer.header("x-pd-decode"))
-    parts = len(KINDS[kind][1]["prompt"]) if kind.startswith("list") else 1
     done = [leg for leg in of_all([served]) if leg.outcome is Outcome.COMPLETED and leg.status == 200]
     assert [leg.kv for leg in done] == ["transferred"] * parts
     assert of_all([failed])
@@ -85,9 +82,10 @@ async def test_another_pair_answers(product: VllmProduct, aggregated: Client, ki
     assert (record.status, record.code, record.attempts) == (200, "", 2)
 
 
-@pytest.mark.parametrize("kind", ["chat", "chat stream", "list", "logprobs"])
+@FEW
 async def test_all_decodes_say_that_they_are_busy(product: VllmProduct, kind):
-    once(product.decodes, Fault(status=503, body=BUSY, delay_head=0.1, headers=(("retry-after", "0"),)), times=6)
+    for _ in range(2):
+        one_fails(product, kind, Fault(status=503, body=BUSY, headers=(("retry-after", "0"),)))
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.body.decode()) == (503, BUSY)
     assert answer.header("x-pd-attempts") == "2"
@@ -96,7 +94,7 @@ async def test_all_decodes_say_that_they_are_busy(product: VllmProduct, kind):
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "messages", "list"])
 async def test_a_rejection_is_the_clients(product: VllmProduct, kind):
-    once(product.decodes, Fault(status=400, body=BUSY), times=3)
+    one_fails(product, kind, Fault(status=400, body=BUSY))
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.body.decode()) == (400, BUSY)
     assert answer.header("x-pd-attempts") is None
@@ -116,17 +114,18 @@ async def test_no_decode_accepts_connections(product: VllmProduct, kind):
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "list"])
 async def test_a_decode_that_dies_at_work(product: VllmProduct, aggregated: Client, kind):
-    once(product.decodes, Fault(delay_first_token=0, delay_token=60), times=3)
+    once(product.decodes, Fault(delay_first_token=0, delay_token=60), times=parts_of(kind))
     exchange = await product.client.open(*KINDS[kind])
     dying = await product.busy(product.decodes)
+    await dying.received(parts_of(kind))
     for mock in product.prefills:
         await mock.freed()  # the cache is across
     dying.crash()
     answer = await exchange.whole()
+    await product.restart(dying)
     assert answer.status == 200, answer.body
     assert answer_of(answer, LOOSE) == answer_of(await aggregated.post(*KINDS[kind]), LOOSE)
     assert answer.header("x-pd-attempts") == "2"
-    await product.restart(dying)
 
 
 # -- in the answer ----------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ async def test_a_decode_that_dies_at_work(product: VllmProduct, aggregated: Clie
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("stream") and not kind.startswith("list")])
 async def test_an_answer_that_has_begun_is_cut(product: VllmProduct, http2: Http2Client, kind):
-    once(product.decodes, Fault(drop=Point.MID_BODY, after_chunks=2))
+    once(product.decodes, Fault(drop=Point.MID_BODY, after_chunks=2, delay_token=0.1))
     stream = http2.post(*KINDS[kind])
     assert await stream.cut()
     await product.settled()

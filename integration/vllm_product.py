@@ -15,19 +15,23 @@ from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
 
 
 class Way(NamedTuple):
-    """How KV caches get from prefill to decode workers: the engines' connector, what the gateway does, and settings."""
+    """How KV caches get from prefill to decode workers: the engines' connector, what the gateway does, and settings.
+
+    ``kv`` is what the gateway says of a cache that got across, as far as it knows.
+    """
 
     connector: str
     handoff: str
     settings: dict[str, object]
     in_turn: bool = True
+    kv: str = "handed"
 
 
 WAYS = {
     "nixl": Way(NIXL, "nixl", {}),
     "mooncake": Way(MOONCAKE, "mooncake", {}, in_turn=False),
     "mooncake in turn": Way(MOONCAKE, "mooncake", {"mooncake_dispatch": "sequential"}),
-    "passthrough": Way("", "passthrough", {}),
+    "passthrough": Way("", "passthrough", {}, kv="unknown"),
 }
 HANDING = [name for name in WAYS if name != "passthrough"]
 
@@ -101,6 +105,14 @@ class VllmProduct(Product):
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
         return next(mock for mock in mocks if mock.legs)
+
+    async def forget(self) -> None:
+        """See Product; what a test has left broken that failed, others shall not fail by."""
+        for mock in [mock for mock in self.mocks if mock.crashed.is_set()]:
+            await self.restart(mock)
+        await super().forget()
+        for mock in self.mocks:
+            mock.engine.pins.clear()
 
     async def settled(self) -> None:
         """See Product; no KV cache may be kept for a decode that will not come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -96,6 +97,16 @@ ABOUT_TOKENS: dict[str, Question] = {
     "tokenize, chat": ("/tokenize", CHAT),
     "detokenize": ("/detokenize", {**MODEL, "tokens": IDS}),
 }
+# One of each way to be asked.
+KINDS: dict[str, Question] = {
+    **ONE,
+    **{f"{name} stream": (path, {**body, "stream": True}) for name, (path, body) in ONE.items()},
+    "list": LISTS["texts"],
+    "list stream": (LISTS["texts"][0], {**LISTS["texts"][1], "stream": True}),
+    "logprobs": OF_PROMPT["completions"],
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+FEW = pytest.mark.parametrize("kind", ["chat", "messages stream", "list", "logprobs"])
 # What no two answers have in common.
 PASSING: Final = frozenset(
     {"id", "created", "created_at", "completed_at", "item_id", "request_id"}
@@ -137,6 +148,18 @@ def answer_of(reply: Reply, passing: AbstractSet[str] = PASSING) -> Any:
     """What an answer says, streamed or not, without what no two answers have in common."""
     streams = (reply.header("content-type") or "").startswith("text/event-stream")
     return told(reply, passing) if streams else lasting(reply.json, passing)
+
+
+def parts_of(kind: str) -> int:
+    """How many pairs of legs serve one of ``KINDS``."""
+    prompt = KINDS[kind][1].get("prompt")
+    return len(prompt) if isinstance(prompt, list) else 1
+
+
+def each_with(name: str, cases: Iterable[str], main: str) -> Any:
+    """Parameters ``kind`` and ``name``: every kind with the case ``main``, and two kinds with every other case."""
+    others = [(kind, case) for case in cases if case != main for kind in ("chat stream", "list")]
+    return pytest.mark.parametrize(("kind", name), [*((kind, main) for kind in KINDS), *others])
 
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
