@@ -94,8 +94,14 @@ def test_a_name_that_is_too_long_is_nobodys(own):
     for one, keeper in ((name, WORKERS[0]), (name + "x", None)):
         kept.made(one, WORKERS[0])
         assert kept.keeper(one, WORKERS) is keeper
-    kept.made("é", WORKERS[0])
     assert kept._kept.keys() <= {name}
+
+
+def test_a_names_length_is_that_of_its_bytes():
+    kept = StoredResponses()
+    for name, keeper in (("é" * 128, WORKERS[0]), ("é" * 129, None)):
+        kept.made(name, WORKERS[0])
+        assert kept.keeper(name, WORKERS) is keeper
 
 
 def test_memory_is_bounded_and_the_oldest_goes(monkeypatch):

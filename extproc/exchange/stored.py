@@ -20,7 +20,7 @@ from extproc.workers.worker import Worker
 PREFIX: Final = "resp_"
 _TAG: Final = 8  # hexadecimal digits that stand for a worker
 _REMEMBERED: Final = 100_000  # some 40 MB if all are as long as they may be
-_LONGEST: Final = 256  # characters of a name that can be asked for
+_LONGEST: Final = 256  # bytes of a name that can be asked for
 
 
 class StoredResponses:
@@ -74,8 +74,8 @@ def _tag(worker: str) -> str:
 
 
 def _can_be_asked_for(name: str) -> bool:
-    """Clients choose names, and memory is limited. It stands in a path as it is, which is ASCII."""
-    return len(name) <= _LONGEST and name.isascii()
+    """Clients choose names, and memory is limited."""
+    return len(name) <= _LONGEST and (name.isascii() or len(name.encode()) <= _LONGEST)
 
 
 def _named_after(name: str) -> str:
