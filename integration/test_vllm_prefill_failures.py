@@ -9,21 +9,13 @@ import pytest_asyncio
 from http_client import Client, Reply
 from product import PROMPT
 from vllm_product import HANDING, WAYS, VllmProduct, of_all, once, params
-from vllm_requests import LISTS, LOOSE, OF_PROMPT, ONE, Question, answer_of, streamed
+from vllm_requests import FEW, KIND, KINDS, LOOSE, answer_of, each_with, parts_of
 
 from extproc.mock import Fault, Outcome, Point
 from extproc.mock.vllm.worker import VllmMock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KINDS: dict[str, Question] = {
-    **ONE,
-    **{f"{name} stream": streamed(question) for name, question in ONE.items()},
-    "list": LISTS["texts"],
-    "list stream": streamed(LISTS["texts"]),
-    "logprobs": OF_PROMPT["completions"],
-}
-KIND = pytest.mark.parametrize("kind", KINDS)
 REJECTED = '{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
 ABORTED = '{"id":"x","choices":[{"index":0,"finish_reason":"abort","text":""}],"kv_transfer_params":null}'
 TRANSIENT: dict[str, Fault] = {
@@ -68,17 +60,15 @@ async def see_second(product: VllmProduct, aggregated: Client, kind: str, answer
     assert of_all([first])
     served = next(mock for mock in product.decodes if mock.url == answer.header("x-pd-decode"))
     right = [leg for leg in of_all([served]) if leg.outcome is Outcome.COMPLETED and leg.status == 200]
-    parts = len(KINDS[kind][1]["prompt"]) if kind.startswith("list") else 1
-    assert len(of_all([second])) == parts
-    assert [leg.kv for leg in right] == ["transferred"] * parts
+    assert len(of_all([second])) == parts_of(kind)
+    assert [leg.kv for leg in right] == ["transferred"] * parts_of(kind)
 
 
-@pytest.mark.parametrize("failure", TRANSIENT)
-@KIND
+@each_with("failure", TRANSIENT, main="503")
 async def test_another_pair_answers(product: VllmProduct, aggregated: Client, kind, failure):
     once(product.prefills, TRANSIENT[failure])
     # A prefill that has just finished when its leg is cancelled keeps its blocks for the lease; nobody can help it.
-    once(product.prefills, Fault(delay_first_token=0.2), times=2)
+    once(product.prefills, Fault(delay_first_token=0.2), times=parts_of(kind) - 1)
     answer = await product.post(*KINDS[kind])
     await see_second(product, aggregated, kind, answer)
     first, second = (of_all([mock]) for mock in product.prefills)
@@ -103,16 +93,13 @@ async def test_another_pair_answers_where_the_first_refuses(product: VllmProduct
 @KIND
 async def test_another_pair_answers_when_the_first_dies(product: VllmProduct, aggregated: Client, kind):
     """It was at work, and so was the decode with Mooncake."""
-    once(product.prefills, Fault(delay_first_token=60), times=3)
+    once(product.prefills, Fault(delay_first_token=60), times=parts_of(kind))
     exchange = await product.client.open(*KINDS[kind])
     dying = await product.busy(product.prefills)
-    parts = len(KINDS[kind][1]["prompt"]) if kind.startswith("list") else 1
-    await dying.received(parts)
-    for mock in product.mocks:
-        mock.behave()
+    await dying.received(parts_of(kind))
     dying.crash()
-    await see_second(product, aggregated, kind, await exchange.whole())
-    await product.restart(dying)
+    answer = await exchange.whole()
+    await see_second(product, aggregated, kind, answer)
 
 
 # -- what is not tried again ------------------------------------------------------------------------------------------
@@ -125,8 +112,7 @@ REJECTIONS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("rejection", REJECTIONS)
-@KIND
+@each_with("rejection", REJECTIONS, main="400")
 async def test_a_rejection_is_the_clients(product: VllmProduct, kind, rejection):
     fault = REJECTIONS[rejection]
     once(product.prefills, fault, times=3)
@@ -152,7 +138,7 @@ async def test_a_rejection_by_the_engine_itself(product: VllmProduct, aggregated
     assert (answer.status, answer.body) == (expected.status, expected.body) == (400, expected.body)
 
 
-@KIND
+@FEW
 async def test_all_prefills_fail(product: VllmProduct, kind):
     for mock in product.prefills:
         mock.fail(Fault(status=503, headers=(("retry-after", "0"),)))
@@ -164,10 +150,10 @@ async def test_all_prefills_fail(product: VllmProduct, kind):
     assert (record.status, record.code, record.attempts) == (503, "prefill_failed", 2)
 
 
-@pytest.mark.parametrize("kind", ["chat", "chat stream", "list", "logprobs"])
+@FEW
 async def test_a_wait_that_a_worker_asks_for_is_waited(product: VllmProduct, aggregated: Client, kind):
     once(product.prefills, Fault(status=429, headers=(("retry-after", "1"),)))
-    once(product.prefills, Fault(delay_first_token=0.2), times=2)
+    once(product.prefills, Fault(delay_first_token=0.2), times=parts_of(kind) - 1)
     answer = await product.post(*KINDS[kind])
     assert answer.seconds >= 1
     await see_second(product, aggregated, kind, answer)
@@ -176,7 +162,7 @@ async def test_a_wait_that_a_worker_asks_for_is_waited(product: VllmProduct, agg
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "list"])
 async def test_a_wait_that_is_too_long_is_the_clients(product: VllmProduct, kind):
     once(product.prefills, Fault(status=429, body=REJECTED, headers=(("retry-after", "31"),)))
-    once(product.prefills, Fault(delay_first_token=0.2), times=2)
+    once(product.prefills, Fault(delay_first_token=0.2), times=parts_of(kind) - 1)
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.code, answer.header("retry-after")) == (429, "prefill_rejected", "31")
     assert answer.body.decode() == REJECTED

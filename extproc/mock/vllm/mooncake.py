@@ -63,7 +63,7 @@ class Mooncake(Connector):
         self._waiting: dict[str, list[_Want]] = {}  # by transfer id
         self._known: dict[str, tuple[str, int]] = {}  # engine ids and where their workers are
         self._pulls: dict[str, asyncio.Task[int]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, host: str, port: int) -> None:
         """Listen for decodes."""
@@ -82,7 +82,7 @@ class Mooncake(Connector):
         for want in [want for wants in self._waiting.values() for want in wants]:
             want.timer.cancel()
         self._waiting.clear()
-        tasks = [*self._pulls.values(), *self._tasks]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         return tasks
@@ -108,19 +108,26 @@ class Mooncake(Connector):
         pull = self._pulls.get(transfer)
         if pull is None:  # sequences of one request go in one message there, and all get what comes
             pull = self._pulls[transfer] = asyncio.get_running_loop().create_task(self._pull(address, transfer))
-            pull.add_done_callback(lambda task: self._pulled(transfer, task))
+            self._tasks.add(pull)
+            pull.add_done_callback(self._pulled)
         return await asyncio.shield(pull)
 
     async def _pull(self, address: tuple[str, int], transfer: str) -> int:
         try:
-            peer = await self.peers.peer(*address)
-            return await peer.ask("want", transfer)
+            return await self._ask(address, transfer)
         except LostError:
             await asyncio.sleep(self._engine.options.lease + _LONGER)
             raise
 
-    def _pulled(self, transfer: str, pull: asyncio.Task[int]) -> None:
-        self._pulls.pop(transfer, None)
+    async def _ask(self, address: tuple[str, int], transfer: str) -> int:
+        try:
+            peer = await self.peers.peer(*address)
+            return await peer.ask("want", transfer)
+        finally:
+            del self._pulls[transfer]  # who asks again, asks whoever listens there by then
+
+    def _pulled(self, pull: asyncio.Task[int]) -> None:
+        self._tasks.discard(pull)
         if not pull.cancelled():
             pull.exception()  # who wanted it may have left
 

@@ -116,6 +116,7 @@ class Listener:
         self._hear = hear
         self._lost = lost
         self._server: asyncio.Server | None = None
+        self._stopped = False
         self._connections: set[_DecodePeer] = set()
 
     async def start(self, host: str, port: int) -> int:
@@ -125,6 +126,7 @@ class Listener:
 
     def stop(self) -> None:
         """Stop listening and break with every decode."""
+        self._stopped = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -132,7 +134,12 @@ class Listener:
             connection.transport.abort()
 
     def _accept(self) -> _DecodePeer:
-        return _DecodePeer(self._hear, self._end, self._connections)
+        return _DecodePeer(self._hear, self._begin, self._end)
+
+    def _begin(self, connection: _DecodePeer) -> None:
+        if self._stopped:  # it had been accepted by then
+            connection.transport.abort()
+        self._connections.add(connection)
 
     def _end(self, connection: _DecodePeer) -> None:
         self._connections.discard(connection)
@@ -142,15 +149,15 @@ class Listener:
 class _DecodePeer(Lines):
     """A decode's connection to this prefill."""
 
-    def __init__(self, hear: Hear, end: Callable[[_DecodePeer], None], connections: set[_DecodePeer]) -> None:
+    def __init__(self, hear: Hear, begin: Callable[[_DecodePeer], None], end: Callable[[_DecodePeer], None]) -> None:
         super().__init__()
         self._hear = hear
+        self._begin = begin
         self._end = end
-        self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._connections.add(self)
+        self._begin(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._end(self)
