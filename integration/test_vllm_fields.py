@@ -95,7 +95,7 @@ async def test_other_extra_arguments_are_passed_on(product: VllmProduct):
 @pytest.mark.parametrize("question", ONE.values(), ids=ONE)
 async def test_returned_parameters_are_relayed_byte_for_byte(product: VllmProduct, question, stream):
     if product.way.handoff == "mooncake":
-        return  # its prefill returns none
+        pytest.skip("a prefill with Mooncake returns no parameters")
     product.prefill.fail(Fault(status=200, body=f'{{"id":"x", "kv_transfer_params": {RETURNED}}}'))
     product.decode.fail(Fault(status=200, body="{}"))
     path, body = question
@@ -118,7 +118,7 @@ RETURNS = {
 @pytest.mark.parametrize("returned", RETURNS.values(), ids=RETURNS)
 async def test_parameters_that_would_kill_the_decode_are_not(product: VllmProduct, returned):
     if product.way.handoff != "nixl":
-        return
+        pytest.skip("with NIXL alone the gateway reads the parameters")
     product.prefill.fail(Fault(status=200, body=f'{{"id":"x","kv_transfer_params":{returned}}}'))
     answer = await product.post("/v1/chat/completions", CHAT)
     assert (answer.status, names(answer)[1]) == (200, "recomputed")

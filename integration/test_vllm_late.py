@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Client, Reply
-from product import Product, soon
+from product import PROMPT, Product, soon
 from vllm_product import WAYS, VllmProduct, once
 from vllm_requests import CHAT, LOOSE, MODEL, ONE, TEXT, Question, answer_of, streamed
 
@@ -64,6 +64,11 @@ def decodes(product: Product) -> list[Record]:
     return [leg for mock in product.decodes for leg in mock.legs if leg.json.get("prompt") != "x"]
 
 
+def live(product: Product) -> dict[str, int]:
+    """How many legs each worker has."""
+    return {mock.url: len(mock.live) for mock in product.mocks if mock.live}
+
+
 async def see_late(product: Product, aggregated: Client, question: Question, answer: Reply) -> None:
     """See one right answer, and that the first decode leg was ended."""
     expected = await aggregated.post(*question)
@@ -76,17 +81,30 @@ async def see_late(product: Product, aggregated: Client, question: Question, ans
     await product.settled()
     (record,) = product.records.all
     assert (record.status, record.code, record.attempts) == (200, "", 2)
-    legs = decodes(product)
-    assert len(legs) == 2
-    assert sum(leg.outcome is Outcome.COMPLETED for leg in legs) >= 1
+    first, second = sorted(decodes(product), key=lambda leg: leg.arrived)
+    assert (second.outcome, second.status) == (Outcome.COMPLETED, 200)
+    assert first.ended is not None
+    assert first.ended - answer.ended < PROMPT
+    if is_vllm(product):  # SGLang's is told to end, and answers that it did
+        assert first.outcome is Outcome.CLIENT_CLOSED
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS["mooncake"] | KINDS["sglang"]))
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    ("kind", "failure"),
+    [
+        *((kind, "at once") for kind in sorted(KINDS["mooncake"] | KINDS["sglang"])),
+        *(
+            (kind, failure)
+            for kind in ("chat", "chat stream", "responses")
+            for failure in FAILURES
+            if failure != "at once"
+        ),
+    ],
+)
 async def test_the_second_pairs_answer_is_the_clients(product: Product, aggregated: Client, kind, failure):
     question = KINDS["mooncake" if is_vllm(product) else "sglang"].get(kind)
     if question is None:
-        return  # of the other engine
+        pytest.skip("only the other engine is asked so")
     once(product.prefills, FAILURES[failure])
     await see_late(product, aggregated, question, await product.post(*question))
 
@@ -109,6 +127,26 @@ async def test_the_prefill_dies_while_the_decode_waits(product: Product, aggrega
         for mocks in (product.prefills, product.mocks):
             mocks[:] = [again if mock is dying else mock for mock in mocks]
     await see_late(product, aggregated, question, answer)
+
+
+@pytest.mark.parametrize("kind", ["chat", "chat stream"])
+async def test_legs_count_while_they_live(product: Product, kind):
+    """The load says what is there; one that SGLang has ended at the gateway's word may count until the answer ends."""
+    path, body = KINDS["mooncake" if is_vllm(product) else "sglang"][kind]
+    once(product.prefills, FAILURES["after a moment"])
+    once(product.decodes, Fault(delay_token=0.02, tokens=60), times=2)  # the first waits for the prefill
+    exchange = await product.client.open(path, {**body, "max_tokens": 60})
+    await soon(lambda: len(decodes(product)) == 2, "there was no second attempt")
+    await soon(lambda: not any(mock.live for mock in product.prefills), "a prefill works on")
+    there, counted = live(product), product.load
+    assert len(there) >= 1
+    assert {url: count for url, count in counted.items() if url in there} == there
+    assert counted.keys() <= {mock.url for mock in product.decodes}
+    if is_vllm(product):
+        assert counted == there
+    answer = await exchange.whole()
+    assert (answer.status, answer.header("x-pd-attempts")) == (200, "2")
+    await product.settled()
 
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream"])
