@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -64,8 +65,15 @@ class MockProcess:
         return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
+_TOKEN = re.compile(rb'"(?:content|text|delta)"\s*:\s*"[^"]')  # in an event of a stream
+
+
 class End(NamedTuple):
-    """How a request ended: ``kind`` is ``right``, ``wrong``, ``error``, or ``cut`` after its answer had begun."""
+    """How a request ended.
+
+    ``kind`` is ``right``, ``wrong``, ``error``, ``cut`` after a token or more, or ``hollow``: a stream's head came, and
+    no token, but an error event or the end of the connection.
+    """
 
     kind: str
     question: str
@@ -119,7 +127,8 @@ class Load:
         try:
             reply = await exchange.whole()
         except CutError as error:
-            return End("cut" if exchange.reply.status else "error", name, f"{error} {time.monotonic() - begun:.2f} s")
+            kind = _broken(error.received) if exchange.reply.status == 200 else "error"
+            return End(kind, name, f"{error} {time.monotonic() - begun:.2f} s")
         finally:
             exchange.close()
         attempts = int(reply.header("x-pd-attempts") or 1)
@@ -127,6 +136,9 @@ class Load:
             return End("error", name, f"{reply.status} {reply.body.decode()}", attempts)
         if answer_of(reply, LOOSE) == self._expected[name]:
             return End("right", name, "", attempts)
-        # A stream's head is out before its KV cache has come: all that can follow then is an event.
-        kind = "cut" if b'"error"' in reply.body or b'"failed"' in reply.body else "wrong"
-        return End(kind, name, reply.body.decode(), attempts)
+        said = b'"error"' in reply.body or b'"failed"' in reply.body
+        return End(_broken(reply.body) if said else "wrong", name, reply.body.decode(), attempts)
+
+
+def _broken(body: bytes) -> str:
+    return "cut" if _TOKEN.search(body) else "hollow"
