@@ -205,6 +205,12 @@ _UNHARMED: Final = frozenset({RIGHT})
 _HANGS: Final = frozenset({LATE})
 
 
+def _passed_on(status: int, role: str) -> Ends:
+    """A worker's refusal: as Envoy passes it on, or as we do, where it was tried again or the answer is relayed."""
+    code = f"{role}_rejected" if status < 500 else f"{role}_failed"
+    return frozenset({End(Kind.ERROR, status), End(Kind.ERROR, status, code)})
+
+
 def _prefill(chance: Random, question: Question) -> Trouble:
     lost = "prefill_connection_lost"
     match chance.choice(("slow", "slow", "refusal", "break", "late break", "upload", "hang", "late hang", "garbage")):
@@ -212,7 +218,7 @@ def _prefill(chance: Random, question: Question) -> Trouble:
             status = chance.choice((400, 422, 429, 500, 503, 504))
             fault = {"status": status, "delay_head": chance.choice((0, 0, 0.02, 0.1))}
             if question.way is Way.ALONE:
-                return Trouble(fault, frozenset({End(Kind.ERROR, status)}))
+                return Trouble(fault, _passed_on(status, "prefill"))
             if status < 500:
                 return Trouble(fault, question.told(status, "prefill_rejected"))
             return Trouble(fault, question.told(502 if status == 500 else status, "prefill_failed"))
@@ -243,8 +249,7 @@ def _decode(chance: Random, question: Question) -> Trouble:
     match chance.choice(("slow", "slow", "refusal", "break", "late break", "upload", "hang", "late hang", "garbage")):
         case "refusal":
             status = chance.choice((400, 422, 429, 500, 503, 504))
-            code = None if not question.relayed else "decode_rejected" if status < 500 else "decode_failed"
-            return Trouble({"status": status}, frozenset({End(Kind.ERROR, status, code)}))
+            return Trouble({"status": status}, _passed_on(status, "decode"))
         case "break":
             return Trouble({"status": 200, **_break(chance)}, question.broken(lost))
         case "late break":

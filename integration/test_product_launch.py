@@ -372,7 +372,7 @@ async def _refused(client: Client, waiting: Exchange) -> None:
         while True:
             try:
                 (await client.connect()).close()
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, ConnectionResetError):  # reset: it was queued when the listener closed
                 break
             await asyncio.sleep(0.01)
     body = json.dumps(CHAT).encode()

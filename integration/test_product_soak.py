@@ -124,7 +124,9 @@ def check(book: Book, records: list[Record], absences: list[Absence]) -> None:
 
 def explained(seen: Seen, record: Record | None, absences: list[Absence]) -> bool:
     """Whether an absence explains what the request's own troubles do not."""
-    served_by = {} if record is None else {"prefill": record.prefill, "decode": record.decode}
+    served_by = {}  # of a request with several attempts, the record names the workers of the last
+    if record is not None and record.attempts == 1:
+        served_by = {"prefill": record.prefill, "decode": record.decode}
     felt = [
         absence
         for absence in absences

@@ -1,12 +1,19 @@
 """Whatever happens to a request, in any order that Envoy and workers can do it: nothing is left, or said twice."""
 
+import gc
+
+import pytest
 from fakes import LateCall, Rig, mooncake, mutated, nixl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc.errors import GatewayError
+from extproc.exchange.attempt import Attempt
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
 from extproc.exchange.clock import ABANDONED
+from extproc.exchange.direct import DirectCourse
+from extproc.exchange.prefill_leg import PrefillLeg
+from extproc.exchange.relayed import RelayedCourse
 from extproc.transport.interface import Lost
 
 CHAT = "/v1/chat/completions"
@@ -183,7 +190,25 @@ class World:
         self.rig.workers[which % len(self.rig.workers)].endpoint = None
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.fixture
+def no_collector():
+    """What is over has to go without its help."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def in_memory():
+    """What is of requests. (A session stays with the call that a test looks at.)"""
+    kinds = Attempt | DirectCourse | PrefillLeg | RelayedCourse
+    return [each for each in gc.get_objects() if isinstance(each, kinds)]
+
+
+@pytest.mark.usefixtures("no_collector")
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     fleet=st.sampled_from(sorted(FLEETS)),
     request=st.sampled_from(REQUESTS),
@@ -208,3 +233,6 @@ def test_nothing_is_left_and_nothing_is_said_twice(fleet, request, policy, missi
     assert all(w.load == 0 for w in rig.workers)
     (record,) = rig.records
     assert record.code != "internal_error"
+    for leg in rig.egress.legs:
+        leg.receiver = None  # it is kept for tests to look at
+    assert not in_memory()

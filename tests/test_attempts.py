@@ -16,7 +16,7 @@ STEADY = RetryPolicy(jitter=0)
 
 
 def failed(status, *headers, role=Role.PREFILL):
-    return failure_of(role, PREFILL, status, headers, b"")
+    return failure_of(worker(role, 1), status, headers, b"", answers_client=role is Role.DECODE)
 
 
 def after(error, policy=STEADY, *, deadline=1e9, workers=(PREFILL,)):
@@ -76,7 +76,7 @@ def test_envoys_word_is_of_transport(flags):
 
 @pytest.mark.parametrize("reason", Lost)
 def test_losses_are_of_transport(reason):
-    assert is_transient(loss_of(Role.PREFILL, PREFILL, reason, ""))
+    assert is_transient(loss_of(PREFILL, reason, ""))
 
 
 @pytest.mark.parametrize(
@@ -156,5 +156,5 @@ def test_who_failed_is_not_chosen_again():
 
 def test_trouble_with_the_egress_listener_is_nobodys_fault():
     attempts = Attempts(STEADY, 1e9)
-    assert attempts.after(loss_of(Role.PREFILL, PREFILL, Lost.UNREACHABLE, ""), (PREFILL,), 0.0) == 0.05
+    assert attempts.after(loss_of(PREFILL, Lost.UNREACHABLE, ""), (PREFILL,), 0.0) == 0.05
     assert attempts.failed == ()

@@ -525,6 +525,24 @@ def test_when_nobody_is_left_the_workers_answer_passes(workers):
     assert (record.status, record.code) == (503, "")
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_the_client_named_is_not_tried_again_once_it_is_sent(role):
+    """The failed attempt's legs may still have the name on their workers, and SGLang takes none twice."""
+    rig = Rig(retry=STEADY)
+    client = rig.post(PATH, CHAT | {"rid": "mine"})
+    released(client)
+    if role == "prefill":
+        prefill(rig).answer(500, b"kaputt")
+        (message,) = client.call.take()
+        assert message.immediate_response.status.code == 502
+    else:
+        client.decode_head(503, WORKER)
+        (message,) = client.call.take()
+        assert message.WhichOneof("response") == "response_headers"
+    assert "x-pd-late" not in str(message)
+    assert end(rig, client).attempts == 1
+
+
 def test_a_decode_that_refuses_what_any_would_refuse_is_not_replaced():
     rig = Rig(retry=STEADY)
     client = rig.post(PATH, CHAT)

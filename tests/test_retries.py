@@ -302,6 +302,15 @@ def test_samples_of_sglang_are_tried_in_new_rooms():
     end(rig, client)
 
 
+def test_what_the_client_named_is_not_tried_again_once_it_is_sent():
+    """The failed attempt's legs may still have the name on their workers, and SGLang takes none twice."""
+    rig = Rig(retry=STEADY)
+    client = rig.post("/v1/chat/completions", SAMPLES | {"rid": "mine"})
+    out(rig)[0][0].answer(500, b"kaputt")
+    assert rejection(client)[0] == 502
+    assert end(rig, client).attempts == 1
+
+
 def test_the_last_error_is_told():
     rig = Rig(*nixl(), retry=STEADY)
     client = rig.post(PATH, LIST)

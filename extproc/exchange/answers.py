@@ -10,7 +10,7 @@ from extproc.exchange.failures import failure_of, loss_of
 from extproc.exchange.headers import HeaderValue
 from extproc.names import ERROR_CODE, LOCAL_REPLY, UPSTREAM
 from extproc.transport.interface import Header, Lost
-from extproc.workers.worker import Role, Worker
+from extproc.workers.worker import Worker
 
 _BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
@@ -52,25 +52,26 @@ class AnswerHead(NamedTuple):
     def error(self, worker: Worker) -> GatewayError:
         """What an answer with an error status means, whose body is not known here."""
         if self.code is not None and self.code in CATALOGUE:
-            return GatewayError(self.code, f"decode worker {worker.url} did not answer", status=self.status)
+            message = f"{worker.role.value} worker {worker.url} did not answer"
+            return GatewayError(self.code, message, status=self.status)
         headers = [] if self.retry_after is None else [(b"retry-after", self.retry_after)]
-        return failure_of(Role.DECODE, worker, self.status, headers, b"")
+        return failure_of(worker, self.status, headers, b"", answers_client=True)
 
 
 class WholeAnswer:
     """Receives a leg's answer as a whole: either ``complete`` or ``failed`` is called, once.
 
-    ``is_failure`` looks into the body of a 2xx answer.
+    ``is_failure`` looks into the body of a 2xx answer. ``answers_client``: an error of the worker's is passed on.
     Of a body that is not to be kept whole only a first part is, enough for an error or to see what became of one token.
     """
 
     __slots__ = (
+        "_answers_client",
         "_complete",
         "_failed",
         "_is_failure",
         "_keep",
         "_parts",
-        "_role",
         "_size",
         "_worker",
         "headers",
@@ -79,16 +80,16 @@ class WholeAnswer:
 
     def __init__(
         self,
-        role: Role,
         worker: Worker,
         complete: Callable[[WholeAnswer], None],
         failed: Callable[[GatewayError], None],
         *,
         is_failure: Callable[[bytes], bool],
+        answers_client: bool,
         keep: bool = False,
     ) -> None:
         self._is_failure = is_failure
-        self._role = role
+        self._answers_client = answers_client
         self._worker = worker
         self._complete = complete
         self._failed = failed
@@ -117,16 +118,17 @@ class WholeAnswer:
     def done(self) -> None:
         """See LegReceiver."""
         if not 200 <= self.status < 300:
-            self._failed(failure_of(self._role, self._worker, self.status, self.headers, self.body))
+            worker, answers = self._worker, self._answers_client
+            self._failed(failure_of(worker, self.status, self.headers, self.body, answers_client=answers))
         elif self._is_failure(self.body):
-            name = self._role.value
+            name = self._worker.role.value
             self._failed(GatewayError(f"{name}_failed", f"{name} worker {self._worker.url} aborted the request"))
         else:
             self._complete(self)
 
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
-        self._failed(loss_of(self._role, self._worker, reason, detail))
+        self._failed(loss_of(self._worker, reason, detail))
 
 
 def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker | None:

@@ -101,16 +101,17 @@ class _Part:
 
     def done(self) -> None:
         """See LegReceiver."""
-        self._over()
-        if self._refusal is not None:
-            self._refusal.done()
+        refusal = self._refusal
+        self.over()
+        if refusal is not None:
+            refusal.done()
         else:
             self._attempt.events.decode_done(self.index)
 
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
-        self._over()
-        self._attempt.events.leg_failed(loss_of(self.worker.role, self.worker, reason, detail), (self.worker,))
+        self.over()
+        self._attempt.events.leg_failed(loss_of(self.worker, reason, detail), (self.worker,))
 
     def guarded(self, step: Callable[[], None]) -> None:
         """See PrefillEvents."""
@@ -132,8 +133,10 @@ class _Part:
         """The prefill leg is out."""
         return self.prefill is not None and self.prefill.out
 
-    def _over(self) -> None:
+    def over(self) -> None:
+        """The decode leg has ended."""
         self.decode = None
+        self._refusal = None  # it refers back to us
         self.worker.load -= 1
 
 
@@ -228,8 +231,7 @@ class Attempt:
                 part.prefill.drop()
             if part.decode is not None:
                 part.decode.cancel()
-                part.decode = None
-                part.worker.load -= 1
+                part.over()
                 # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
                 self._abort(part, (part.worker,) if part.headed else self._decodes)
             params, part.params = part.params, b""
@@ -274,11 +276,11 @@ class Attempt:
     def refusal_of(self, part: _Part) -> WholeAnswer:
         """What receives a decode leg's answer that is an error."""
         return WholeAnswer(
-            part.worker.role,
             part.worker,
             lambda _: None,
             lambda error: self._refused(part, error),
             is_failure=self._handoff.failed,
+            answers_client=True,
         )
 
     def kept(self, part: _Part) -> None:
@@ -327,7 +329,7 @@ class Attempt:
     def _leg_id(self, part: _Part) -> bytes:
         """What workers are told for the request's id: engines name a request after it."""
         leg_id = self._session.record.leg_id
-        return leg_id + b"-%d" % part.index if part.index else leg_id
+        return leg_id + b"-%d" % part.index if part.index and self._handoff.prefixes_ids else leg_id
 
     def prefill_answered(self, part: _Part, body: bytes) -> None:
         """A prefill leg's answer is complete."""

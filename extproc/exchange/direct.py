@@ -363,6 +363,7 @@ class DirectCourse:
 
     def relay(self) -> None:
         """See Outside."""
+        self._stop_timer()
         session, error, choice = self._session, self._error, self._choice()
         assert error is not None
         assert choice is not None
@@ -484,7 +485,7 @@ class DirectCourse:
     def _may_try_again(self, error: GatewayError, workers: Sequence[Worker]) -> bool:
         """Whether there is to be another attempt, without ``workers``, after ``error``; sets the pause before it."""
         attempts, choice = self._known_attempts(), self._choice()
-        if choice is None:
+        if choice is None or (self._released and self._handoff and self._handoff.named_by_client(self._request)):
             return False
         pause = attempts.after(error, workers, self._session.gateway.clock.now())
         # Who is left is known now; whether they still are after the pause, then.

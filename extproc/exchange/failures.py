@@ -9,22 +9,24 @@ from extproc.errors import GatewayError
 from extproc.exchange.gateway import Gateway
 from extproc.names import LOCAL_REPLY
 from extproc.transport.interface import Header, Lost
-from extproc.workers.worker import Role, Worker
+from extproc.workers.worker import Worker
 
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 
 
-def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header], body: bytes) -> GatewayError:
-    """What a leg's complete answer that is not 2xx means for the client."""
+def failure_of(
+    worker: Worker, status: int, headers: Sequence[Header], body: bytes, *, answers_client: bool
+) -> GatewayError:
+    """What a leg's complete answer that is not 2xx means for the client, for whom this leg's answer is or is not."""
     fields = dict(headers)
-    name = role.value
+    name = worker.role.value
     if (flags := fields.get(_LOCAL_REPLY)) is not None:
-        return _envoys_word(role, worker, flags)
+        return _envoys_word(worker, flags)
     retry_after = fields.get(b"retry-after")
     message = f"{name} worker {worker.url} answered {status}"
-    if 400 <= status < 500 or (role is Role.DECODE and status >= 500):  # as a direct request's client would hear it
+    if 400 <= status < 500 or (answers_client and status >= 500):  # as a direct request's client would hear it
         code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
         return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on)
@@ -36,11 +38,12 @@ def failure_of(role: Role, worker: Worker, status: int, headers: Sequence[Header
     )
 
 
-def loss_of(role: Role, worker: Worker, reason: Lost, detail: str) -> GatewayError:
+def loss_of(worker: Worker, reason: Lost, detail: str) -> GatewayError:
     """What the loss of a leg on the way means for the client."""
     if reason is Lost.RESET:
-        message = f"the connection of {role.value} worker {worker.url} broke before its answer was whole ({detail})"
-        return GatewayError(f"{role.value}_connection_lost", message)
+        name = worker.role.value
+        message = f"the connection of {name} worker {worker.url} broke before its answer was whole ({detail})"
+        return GatewayError(f"{name}_connection_lost", message)
     message = f"Envoy's egress listener does not answer ({detail})"
     return GatewayError("egress_unavailable", message, retry_after=_RETRY_AFTER)
 
@@ -66,10 +69,10 @@ def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> 
             gateway.report_failure(worker)
 
 
-def _envoys_word(role: Role, worker: Worker, flags: bytes) -> GatewayError:
+def _envoys_word(worker: Worker, flags: bytes) -> GatewayError:
     """Translate Envoy's response flags for an answer that no worker gave."""
     found = set(flags.decode("latin-1").split(","))
-    name = role.value
+    name = worker.role.value
     if found & {"UF", "UH", "NC", "NR", "UO"}:
         message = f"{name} worker {worker.url} does not accept connections ({flags.decode('latin-1')})"
         return GatewayError(f"{name}_unreachable", message, retry_after=_RETRY_AFTER)

@@ -135,7 +135,8 @@ class LateReply:
         self._stop_waiting()
         if self._session.gateway.late.pop(self._id, None) is not None:
             self._call = None
-            self._lost()
+            lost, self._lost, self.drained = self._lost, _nothing, _nothing  # who is told refers back to us
+            lost()
 
     def abandon(self) -> None:
         """Envoy should have closed the second call."""
@@ -192,3 +193,7 @@ class LateReply:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+
+def _nothing() -> None:
+    """Nobody is left who is to be told."""

@@ -14,7 +14,6 @@ from extproc.exchange.orders import send_orders, unpin
 from extproc.exchange.placed import Placed
 from extproc.handoff.handoff import Plan
 from extproc.transport.interface import Leg
-from extproc.workers.worker import Role
 
 if TYPE_CHECKING:
     from extproc.exchange.session import Session
@@ -82,11 +81,11 @@ class PrefillLeg:
         headers = leg_headers(gateway, self._head, self._path, (worker,), self._leg_id, len(plan.prefill))
         headers += plan.prefill_headers
         answer = WholeAnswer(
-            Role.PREFILL,
             worker,
             lambda answer: self._events.guarded(lambda: self._answered(answer)),
             lambda error: self._events.guarded(lambda: self._failed(error)),
             is_failure=self._placed.handoff.failed,
+            answers_client=False,
             keep=self._keep,
         )
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
@@ -116,18 +115,18 @@ class PrefillLeg:
         if self._limit is not None:
             self._let_finish()
             return
-        self._over()
+        events = self._over()
         self._session.record.prefill_ended = self._session.gateway.clock.now()
-        self._events.prefill_answered(self, answer.body)
+        events.prefill_answered(self, answer.body)
 
     def _failed(self, error: GatewayError) -> None:
         if self._limit is not None:
             self._let_finish()
             self.unpin(error)
             return
-        self._over()
+        events = self._over()
         self._session.record.prefill_ended = self._session.gateway.clock.now()
-        self._events.prefill_failed(self, error)
+        events.prefill_failed(self, error)
 
     def _let_finish(self) -> None:
         """It has ended by itself."""
@@ -140,6 +139,10 @@ class PrefillLeg:
             self._leg.cancel()
             self._over()
 
-    def _over(self) -> None:
-        self._leg = None
+    def _over(self) -> PrefillEvents:
+        """It has ended. Whom it tells of that is returned, and forgotten: the two refer to each other."""
+        events = self._events
+        del self._events
+        self._leg = self._limit = None
         self._placed.pair.prefill.load -= 1
+        return events

@@ -189,7 +189,7 @@ class RelayedCourse:
             return
         gateway = self._session.gateway
         report(gateway, workers, error)
-        if self._phase is not _Phase.WAITING:
+        if self._phase is not _Phase.WAITING or self._placed.handoff.named_by_client(self._request):
             self._fail(error)
         elif self._may_waive(error, workers):
             self._waive()

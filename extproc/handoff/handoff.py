@@ -133,6 +133,13 @@ class Handoff(Protocol):
     def pushes(self) -> bool:
         """The prefill worker sends the cache: a decode whose prefill dies before it has waits for ever."""
 
+    def named_by_client(self, request: InferenceRequest) -> bool:
+        """Whether the client chose a name of which a worker takes no second request while it has a first.
+
+        Nobody knows when the legs of a failed attempt have left their workers, or which those were: such a request,
+        once sent, is not tried again.
+        """
+
     def release(self, plan: Plan) -> None:
         """Both legs of ``plan`` are over."""
 

@@ -106,6 +106,10 @@ class SglangHandoff:
         """See Handoff. Most prefills that fail do so within milliseconds; one that does well may answer last."""
         return HOLD_SECONDS if request.stream and request.api.early_head else 0.0
 
+    def named_by_client(self, request: InferenceRequest) -> bool:
+        """See Handoff. "Duplicate request ID detected", it says otherwise."""
+        return request.api.rid_key is not None and request.api.rid_key in request.body
+
     def release(self, plan: Plan) -> None:
         """See Handoff."""
         self._rooms.release(plan.rooms)
