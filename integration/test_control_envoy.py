@@ -159,6 +159,19 @@ async def test_a_fleet_comes_and_goes(gateway: Gateway) -> None:
         assert (await gateway.ask("GET", f"/workers/{worker.id}"))[0] == 404
 
 
+async def test_a_worker_may_be_removed_and_registered_again_at_once(gateway: Gateway) -> None:
+    async with SglangMock("prefill") as prefill:
+        worker = await gateway.add(P, prefill.url)
+        for _ in range(20):
+            status, _, _ = await gateway.ask("DELETE", f"/workers/{worker.id}")
+            assert status == 202
+            worker = await gateway.add(P, prefill.url)
+            assert await gateway.known() == [f"127.0.0.1:{prefill.port}"]
+        await gateway.until(lambda: list(gateway.registry) == [worker])
+        assert worker.usable
+        assert await gateway.known() == [f"127.0.0.1:{prefill.port}"]
+
+
 async def test_the_wrong_kind_of_worker_is_kept_out_with_the_reason(gateway: Gateway) -> None:
     async with SglangMock("decode") as decode, SglangMock("regular") as regular:
         for mock, reason in ((decode, "disaggregation_mode is decode"), (regular, "not disaggregated")):

@@ -164,6 +164,22 @@ async def test_a_removed_worker_finishes_what_it_has(product: Product):
         await product.fleet(lambda listed: worker not in listed)
 
 
+async def test_a_worker_registered_again_serves_while_its_former_requests_end(product: Product):
+    async with fleet(product, "again") as workers:
+        (mock,) = workers.decodes
+        mock.fail(Fault(delay_token=0.02, tokens=30), times=1)
+        exchange = await product.client.open(PATH, chat("again", stream=True))
+        await exchange.piece()
+        former = product.worker(mock)
+        assert (await product.client.delete(f"/workers/{former.id}")).status == 202
+        worker_id = await product.add(mock)
+        await product.fleet(lambda listed: any(worker.id == worker_id and worker.usable for worker in listed))
+        assert former.load == 1
+        assert (await workers.post()).header("x-pd-decode") == mock.url
+        assert (await exchange.whole()).events[-1] == "[DONE]"
+        await product.fleet(lambda listed: former not in listed)
+
+
 async def test_a_worker_that_is_down_at_start_joins_later():
     async with SglangMock("prefill") as prefill, SglangMock("decode") as late:
         await late.refuse()

@@ -130,8 +130,15 @@ async def test_workers_on_the_page() -> None:
     assert 'pd_worker_load{role="prefill",worker="http://10.0.0.1:8000"} 3' in page
     registry.set_status(worker, Status.NOT_READY)
     assert 'pd_worker_up{role="prefill",worker="http://10.0.0.1:8000"} 0' in lines(metrics)
-    worker.load = 0
     registry.remove(worker)
+    successor = add_ready(registry, Role.PREFILL, "http://10.0.0.1:8000")
+    await until(registry, lambda: successor.usable)
+    successor.load = 2
+    page = lines(metrics)
+    assert 'pd_worker_up{role="prefill",worker="http://10.0.0.1:8000"} 1' in page
+    assert 'pd_worker_load{role="prefill",worker="http://10.0.0.1:8000"} 5' in page
+    worker.load = successor.load = 0
+    registry.remove(successor)
     await until(registry, lambda: not len(registry))
     assert not any("10.0.0.1" in line for line in lines(metrics))
     await registry.close()

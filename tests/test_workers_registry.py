@@ -408,11 +408,46 @@ class TestRemoving:
         registry.set_status(worker, Status.READY)
         registry.place(worker, "10.0.0.2")
         assert worker.status is Status.DRAINING
-        with pytest.raises(WorkerExistsError):
-            registry.add(spec(P, "http://10.0.0.1:8000"))
+        assert registry.usable(P, None) == ()
         worker.load = 0
         await until(registry, lambda: not len(registry))
-        assert registry.add(spec(P, "http://10.0.0.1:8000")).id != worker.id
+
+    async def test_its_successor_is_used_while_its_requests_end(self, registry: Registry, envoy: FakeEnvoy) -> None:
+        former = add_ready(registry, P, "http://10.0.0.1:8000")
+        await until(registry, lambda: former.usable)
+        former.load = 1
+        registry.remove(former)
+        worker = add_ready(registry, P, "http://10.0.0.1:8000")
+        assert worker.id != former.id
+        with pytest.raises(WorkerExistsError, match=worker.id):
+            registry.add(spec(P, "http://10.0.0.1:8000"))
+        await until(registry, lambda: worker.usable)
+        assert registry.usable(P, None) == (worker,)
+        assert list(registry) == [former, worker]
+        assert former.endpoint == "10.0.0.1:8000"
+        former.load = 0
+        await until(registry, lambda: list(registry) == [worker])
+        assert worker.usable
+        assert {len(snapshot.prefill) for snapshot in envoy.published} == {1}  # Envoy never loses the address
+        with pytest.raises(WorkerExistsError):
+            registry.add(spec(P, "http://10.0.0.1:8000"))
+
+    async def test_again_and_again_leaves_nothing_behind(self, registry: Registry, envoy: FakeEnvoy) -> None:
+        gone = []
+        for _ in range(50):
+            worker = add_ready(registry, P, "http://10.0.0.1:8000")
+            worker.load = 1
+            registry.remove(worker)
+            gone.append(worker)
+        last = add_ready(registry, P, "http://10.0.0.1:8000")
+        await until(registry, lambda: last.usable)
+        for worker in gone:
+            worker.load = 0
+        await until(registry, lambda: list(registry) == [last])
+        assert envoy.addresses(P) == ["10.0.0.1:8000"]
+        registry.remove(last)
+        await until(registry, lambda: not len(registry))
+        assert envoy.addresses(P) == []
 
     async def test_goes_through_although_envoy_refuses(self, registry: Registry, envoy: FakeEnvoy) -> None:
         worker = add_ready(registry, P, "http://10.0.0.1:8000")

@@ -117,6 +117,9 @@ class Scenario:
                 assert len(set(addresses)) == len(addresses)
                 if not self.envoy.refusal:  # after a refusal nobody knows what Envoy has; those it had stay usable
                     assert set(addresses) <= set(self.envoy.addresses(role))
+            busy = {worker.endpoint for worker in of_role if worker.status is Status.DRAINING and worker.load}
+            if not self.envoy.refusal:  # their requests may still name it
+                assert busy - {None} <= set(self.envoy.addresses(role))
         assert not self.envoy.overlapped
 
     def is_empty(self) -> bool:

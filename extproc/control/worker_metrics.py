@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from extproc.control.metrics import Metrics
 from extproc.workers.registry import Registry
 
@@ -20,7 +22,12 @@ class WorkerMetrics:
     def _collect(self) -> None:
         self._up.clear()
         self._load.clear()
-        for worker in self._registry:
-            labels = worker.role.value, str(worker.url)
-            self._up.labels(*labels).set(worker.usable)
-            self._load.labels(*labels).set(worker.load)
+        up: Counter[tuple[str, str]] = Counter()
+        load: Counter[tuple[str, str]] = Counter()
+        for worker in self._registry:  # two of a URL while one is being removed; at most one of them is usable
+            labels = worker.role.value, worker.name
+            up[labels] += worker.usable
+            load[labels] += worker.load
+        for labels in up:
+            self._up.labels(*labels).set(up[labels])
+            self._load.labels(*labels).set(load[labels])

@@ -73,6 +73,14 @@ class Addresses:
         if holder is not None:
             raise EndpointTakenError(endpoint.address, holder)
 
+    def retire(self, worker: Worker) -> None:
+        """The worker gets no new requests: where it is may be another's, but Envoy keeps it for those under way."""
+        place = self._places.get(worker.id)
+        if place is not None:
+            if place.current is not None:
+                place.retired.append(place.current)
+            place.wanted = place.current = None
+
     async def forget(self, worker: Worker) -> None:
         """Have Envoy forget the worker; return when it has acknowledged that, or refused to."""
         self._places.pop(worker.id, None)

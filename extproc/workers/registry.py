@@ -38,7 +38,7 @@ class Change(Enum):
 
 
 class WorkerExistsError(Exception):
-    """There is already a worker with this URL and role."""
+    """There is already a worker with this URL and role, which is not being removed."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(f"Worker already exists at URL '{worker.url}' with ID {worker.id}")
@@ -146,7 +146,8 @@ class Registry:
     def add(self, spec: WorkerSpec) -> Worker:
         """Register a worker; it is PENDING until it has been found healthy.
 
-        The id belongs to URL and role for as long as the worker is registered, however often it fails meanwhile.
+        The id belongs to URL and role for as long as the worker is registered, however often it fails meanwhile. One
+        that is being removed is in nobody's way: the new worker is used while the requests of the former one end.
         Raises WorkerExistsError.
         """
         key = (str(spec.url), spec.role)
@@ -182,6 +183,8 @@ class Registry:
         record = self._records.get(worker.id)
         if record is None or worker.status is Status.DRAINING:
             return
+        del self._by_url[str(worker.url), worker.role]
+        self._addresses.retire(worker)
         self._set_status(record, Status.DRAINING, "being removed")
         task = asyncio.get_running_loop().create_task(self._drain(worker), name=f"drain-{worker.id}")
         self._draining.add(task)
@@ -294,7 +297,6 @@ class Registry:
         await self._until_idle(worker)
         await self._addresses.forget(worker)
         del self._records[worker.id]
-        del self._by_url[str(worker.url), worker.role]
         _logger.info("worker removed", extra=_named(worker))
         self._tell(worker, Change.REMOVED)
 
