@@ -74,7 +74,8 @@ CATALOGUE = _catalogue(
     Fault(
         "kv_missing",
         502,
-        "`--kv-missing fail`: the prefill's answer does not say where the KV cache is",
+        "`--kv-missing fail`: the prefill's answer does not say where the KV cache is, "
+        "or its Mooncake engine id is not known",
     ),
     Fault("response_not_found", 404, "no decode worker is known to have made the stored response"),
     Fault("decode_bad_reply", 502, "an answer that must be merged is not what the API promises"),

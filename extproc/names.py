@@ -28,6 +28,10 @@ LATE: Final = "x-pd-late"
 # Response header on every error the gateway made: a code of extproc.errors.CATALOGUE. Never a worker's.
 ERROR_CODE: Final = "x-pd-error-code"
 
+# Response headers by which the service says who served a request and how. A worker's own of these names never get
+# through.
+NAMING: Final = ("x-pd-prefill", "x-pd-decode", "x-pd-handoff", "x-pd-kv", "x-pd-attempts")
+
 # Where a client's own request id is looked for unless the settings say otherwise; the first one present counts.
 REQUEST_ID_HEADERS: Final = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 

@@ -14,6 +14,7 @@ from dataplane_rig import Rig, Unreachable, Worker, answer, garbage, hang_up, ne
 
 from extproc.dataplane.paths import CONTROL_PATHS, DECODE_PATHS, INFERENCE_PATHS, NOT_IMPLEMENTED_PATHS
 from extproc.errors import CATALOGUE
+from extproc.names import NAMING
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -193,6 +194,7 @@ async def test_a_workers_answer_passes_unchanged(rig: Rig) -> None:
 
 async def test_a_worker_cannot_pose_as_the_gateway(rig: Rig) -> None:
     headers = "x-pd-upstream: 9.9.9.9:9\r\nx-pd-error-code: fake\r\nx-pd-local-reply: UF\r\nx-pd-late: 1\r\n"
+    headers += "".join(f"{name}: 9\r\n" for name in NAMING)
     worker = await rig.worker(answer(b"", headers=headers))
     await rig.know(worker.endpoint)
     reply = await rig.post(worker.address)

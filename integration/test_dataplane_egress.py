@@ -22,6 +22,7 @@ from dataplane_rig import (
     unreachable,
 )
 
+from extproc.names import NAMING
 from extproc.workers.endpoints import Endpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -120,6 +121,7 @@ async def test_a_leg_without_destination_goes_nowhere(rig: Rig, fleet: dict[str,
 
 async def test_a_workers_answer_passes_unchanged(rig: Rig) -> None:
     headers = "retry-after: 7\r\nx-pd-local-reply: UF\r\nx-pd-error-code: fake\r\nx-pd-upstream: 9.9.9.9:9\r\n"
+    headers += "".join(f"{name}: 9\r\n" for name in NAMING)
     worker = await rig.worker(answer(b"busy", "503 Service Unavailable", headers))
     await rig.know(worker.endpoint)
     reply = await rig.leg(worker.address)

@@ -5,8 +5,8 @@ import json
 import pytest
 from fakes import Rig, mooncake, mutated, rejection, released
 
-from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
-from extproc.exchange.clock import HEAD_SECONDS, LEFTOVER_SECONDS
+from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
+from extproc.exchange.clock import HEAD_SECONDS, LEFTOVER_SECONDS, TAKEN_SECONDS
 from extproc.transport.interface import Lost
 from extproc.workers.worker import KvEngine
 
@@ -23,7 +23,7 @@ def rig():
 
 
 def transfer(body):
-    return json.loads(body)["kv_transfer_params"]["transfer_id"]
+    return (body if isinstance(body, dict) else json.loads(body))["kv_transfer_params"]["transfer_id"]
 
 
 def prefills(rig):
@@ -71,6 +71,19 @@ def test_without_an_engine_id_the_decode_is_alone_and_that_is_said(rig):
     client.close()
     rig.assert_nothing_is_left()
     assert "engine id" in rig.records[0].note
+
+
+@pytest.mark.parametrize("question", [CHAT, STREAM])
+def test_or_the_request_fails_where_the_operator_wants_that(question):
+    rig = Rig(*mooncake(), kv_missing=KvMissing.FAIL)
+    for prefill in rig.workers[:2]:
+        prefill.kv_engines = ()
+    client = rig.post(PATH, question)
+    status, headers, body = rejection(client)
+    assert (status, headers["x-pd-error-code"]) == (502, "kv_missing")
+    assert "engine id" in json.loads(body)["error"]["message"]
+    client.close()
+    rig.assert_nothing_is_left()
 
 
 # -- the head of a stream, which comes before anything is known ------------------------------------------------------
@@ -155,6 +168,40 @@ def test_it_is_let_finish_and_counts_until_then(rig, why, finish):
     rig.assert_nothing_is_left()
     rig.clock.advance(LEFTOVER_SECONDS)
     rig.assert_nothing_is_left()  # given back once
+
+
+@pytest.mark.parametrize("body", [CHAT, LIST])
+@pytest.mark.parametrize(
+    ("after", "headed", "prefilled", "told"),
+    [
+        (0.0, False, False, True),
+        (TAKEN_SECONDS - 0.1, False, False, True),
+        (TAKEN_SECONDS, False, False, False),  # whatever has the request by now, tells the prefill itself
+        (0.0, True, False, False),
+        (0.0, False, True, False),  # it would wait for 480 s, should the decode have told the prefill already
+    ],
+)
+def test_a_decode_that_may_never_have_heard_of_it_has_the_cache_freed(rig, body, after, headed, prefilled, told):
+    path = "/v1/completions" if body is LIST else PATH
+    client = rig.post(path, body)
+    caches = {transfer(leg.json) for leg in prefills(rig)}
+    if headed and body is CHAT:
+        client.decode_head()
+    elif headed:
+        for leg in rig.egress.out_at("decode"):
+            leg.receiver.head(200, [])
+    if prefilled:
+        for leg in prefills(rig):
+            leg.answer()
+    rig.clock.advance(after)
+    client.close()
+    forgotten = {transfer(leg.json) for leg in rig.egress.orders}
+    assert forgotten == (caches if told else set())
+    assert {leg.cluster for leg in rig.egress.orders} <= {"decode"}
+    for leg in list(rig.egress.out):
+        leg.answer()
+    rig.clock.advance(LEFTOVER_SECONDS)
+    rig.assert_nothing_is_left()
 
 
 @UNWANTED

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fakes import Rig, mooncake, mutated, nixl, rejection
+from fakes import Rig, mooncake, mutated, nixl, rejection, released
 from test_relayed import relayed
 
 from extproc.errors import GatewayError
@@ -168,7 +168,8 @@ def test_or_the_request_fails_where_the_operator_wants_that():
     second.answer(body=prefilled("b"))
     first.answer(body=b"{}")
     status, headers, _ = rejection(client)
-    assert (status, headers["x-pd-error-code"], headers["x-pd-kv"]) == (502, "kv_missing", "recomputed")
+    assert (status, headers["x-pd-error-code"]) == (502, "kv_missing")
+    assert "x-pd-kv" not in headers
     assert forgotten(rig) == ["b"]
     assert end(rig, client).code == "kv_missing"
 
@@ -198,6 +199,33 @@ def test_decode_only_does_without_the_only_prefill_worker():
     out(rig)[0][0].answer(503, b"", [(b"x-pd-local-reply", b"UF")])
     assert len(out(rig)[1]) == 2
     end(rig, client)
+
+
+@pytest.mark.parametrize("question", [LIST, SAMPLES, LIST | {"stream": True}])
+def test_decode_only_goes_on_when_there_is_no_prefill_worker_any_more(question):
+    rig = Rig(*nixl(), retry=RetryPolicy(on_prefill_failure=OnPrefillFailure.DECODE_ONLY))
+    for prefill in rig.workers[:2]:
+        prefill.endpoint = None
+    path = PATH if "prompt" in question else "/v1/chat/completions"
+    client = rig.post(path, question)
+    body, _, destinations = released(client)
+    assert json.loads(body) == question
+    assert set(destinations) <= {"127.0.0.1:11", "127.0.0.1:12"}
+    record = end(rig, client)
+    assert (record.kv, record.prefill) == ("recomputed", "")
+    assert "decode-only" in record.note
+
+
+@pytest.mark.parametrize(
+    ("workers", "policy"),
+    [(nixl, OnPrefillFailure.RETRY), (nixl, OnPrefillFailure.FAIL), (tuple, OnPrefillFailure.DECODE_ONLY)],
+)
+def test_else_there_is_nobody(workers, policy):
+    rig = Rig(*workers(), retry=RetryPolicy(on_prefill_failure=policy))
+    for prefill in rig.workers[:2]:
+        prefill.endpoint = None
+    status, headers, _ = rejection(rig.post(PATH, LIST))
+    assert (status, headers["x-pd-error-code"]) == (503, "no_available_workers")
 
 
 def test_decode_only_is_not_for_what_the_decode_would_refuse_just_so():
@@ -309,6 +337,18 @@ def test_what_the_client_named_is_not_tried_again_once_it_is_sent():
     out(rig)[0][0].answer(500, b"kaputt")
     assert rejection(client)[0] == 502
     assert end(rig, client).attempts == 1
+
+
+def test_the_log_says_what_the_client_does_not_hear_of(caplog):
+    caplog.set_level("INFO", "extproc.exchange.session")
+    rig = Rig(*nixl(), retry=STEADY)
+    client = rig.post(PATH, LIST)
+    out(rig)[0][0].answer(500, b"kaputt")
+    (line,) = caplog.records
+    assert (line.prefill, line.attempt, line.code) == ("http://127.0.0.1:1", 1, "prefill_failed")
+    assert "kaputt" in line.reason
+    assert line.request_id == client.session.record.request_id.decode()
+    end(rig, client)
 
 
 def test_the_last_error_is_told():

@@ -1,6 +1,7 @@
 """Stored responses: who keeps which, and requests about them."""
 
 import json
+from urllib.parse import quote
 
 import pytest
 from fakes import Rig, mutated, nixl, rejection, released, worker
@@ -12,6 +13,10 @@ from extproc.workers.worker import Role
 
 PATH = "/v1/responses"
 BODY = {"model": "tiny", "input": "Say hi"}
+PARAMS = (
+    b'{"kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[1],"remote_engine_id":"e",'
+    b'"remote_request_id":"r","remote_host":"h","remote_port":1}}'
+)
 WORKERS = [worker(Role.DECODE, port) for port in range(11, 15)]
 
 
@@ -22,10 +27,7 @@ def rig():
 
 def prefilled(rig):
     """The first prefill leg answers with parameters."""
-    rig.egress.out[0].answer(
-        body=b'{"kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[1],"remote_engine_id":"e",'
-        b'"remote_request_id":"r","remote_host":"h","remote_port":1}}'
-    )
+    rig.egress.out[0].answer(body=PARAMS)
 
 
 def asked(rig, path, method="GET", body=None):
@@ -142,6 +144,29 @@ def test_a_response_is_asked_for_where_it_was_made(rig, upstream):
 def test_a_clients_own_name_reaches_the_worker_and_is_found_again(rig):
     assert made(rig, BODY | {"request_id": "resp_theirs"}, "127.0.0.1:12") == "resp_theirs"
     assert destination(asked(rig, f"{PATH}/resp_theirs")) == "127.0.0.1:12"
+
+
+def test_a_request_and_its_response_are_known_by_the_same_digits(rig):
+    name = made(rig)
+    (record,) = rig.records
+    assert record.request_id.decode().removeprefix("resp-") == name[len("resp_") + 8 :]
+
+
+def test_requests_that_clients_gave_one_id_have_different_responses(rig):
+    names = set()
+    for _ in range(2):
+        client = rig.post(PATH, BODY, headers=[("x-request-id", "resp-000000000000000000000001")])
+        rig.egress.out[-1].answer(body=PARAMS)
+        names.add(json.loads(released(client)[0])["request_id"])
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("name", ["two words", "50%", 'a"b', "é", "a+b"])
+def test_a_name_is_asked_for_in_percent_encoding(rig, name):
+    assert made(rig, BODY | {"request_id": name}) == name
+    path = f"{PATH}/{quote(name)}"
+    client = asked(rig, path)
+    assert destination(client) == "127.0.0.1:11"
 
 
 def test_a_name_too_long_is_served_and_not_found_again(rig):

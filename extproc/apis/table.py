@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
+from urllib.parse import unquote
 
 
 class Flow(Enum):
@@ -160,4 +161,4 @@ def api_of(path: str) -> Api | None:
 def stored_name(path: str) -> str | None:
     """The name of the stored response that a path below STORED_RESPONSES asks about; None for no path of the API."""
     name, _, rest = path.partition("?")[0].removeprefix(STORED_RESPONSES.path).partition("/")
-    return name if rest in _OF_STORED else None
+    return unquote(name) if rest in _OF_STORED else None

@@ -13,7 +13,8 @@ def client_access_log() -> list[AccessLog]:
     """To standard output, as containers want it."""
     line = struct(
         time="%START_TIME%",
-        request_id="%REQ(X-REQUEST-ID)%",
+        request_id="%REQ(X-REQUEST-ID)%",  # as the worker was told it: for vLLM, without its prefix
+        answer_request_id="%RESP(X-REQUEST-ID)%",
         client="%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
         protocol="%PROTOCOL%",
         method="%REQ(:METHOD)%",

@@ -37,6 +37,7 @@ from extproc.names import (
     ERROR_CODE,
     LATE,
     LOCAL_REPLY,
+    NAMING,
     UPSTREAM,
 )
 from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
@@ -68,7 +69,7 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
     return RouteConfiguration(
         name=CLIENT_LISTENER,
         virtual_hosts=[_virtual_host(CLIENT_LISTENER, routes, config)],
-        response_headers_to_remove=[LOCAL_REPLY, LATE],  # happens before the ext_proc service has its say
+        response_headers_to_remove=[LOCAL_REPLY, LATE, *NAMING],  # happens before the ext_proc service has its say
     )
 
 
@@ -134,7 +135,7 @@ def _egress_route(cluster: str, config: DataplaneConfig) -> Route:
         route=_to_worker(cluster, config),
         request_headers_to_remove=[CLUSTER, _EXTERNAL_ADDRESS],
         response_headers_to_add=[set_header(UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
-        response_headers_to_remove=[ERROR_CODE, LOCAL_REPLY, LATE],
+        response_headers_to_remove=[ERROR_CODE, LOCAL_REPLY, LATE, *NAMING],
     )
 
 

@@ -169,12 +169,13 @@ class Attempt:
         pair, self._handoff = placed
         self._joint = joint
         self._keep_prefills = keep_prefills
+        self._sent = 0.0
         self._unreachable = False  # none of the decode workers accepts a connection
         self.events = events
         self.prefill = pair.prefill
         self._decodes = pair.decodes
         self._parts = [_Part(self, index, pair.decodes[0]) for index in range(joint.parts)]
-        self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0])
+        self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0], session.own_id)
 
     @property
     def busy(self) -> bool:
@@ -184,12 +185,14 @@ class Attempt:
     def send(self) -> None:
         """Send the prefill legs, and the decode legs unless they wait for those."""
         self._say(Kv.HANDED)
+        self._sent = self._session.gateway.clock.now()
         for part in self._parts:
             self._send(part)
 
     def send_decodes(self) -> None:
         """Send the decode legs alone: the decode worker is to do without the prefill."""
         self._say(Kv.RECOMPUTED, WAIVED)
+        self._session.record.prefill = ""  # it did not serve
         for part in self._parts:
             part.plan = Plan(b"", b"")
             self._hand_over(part, b"")
@@ -228,6 +231,8 @@ class Attempt:
         """End every leg that is out, on its worker too."""
         for part in self._parts:
             if part.prefill is not None:
+                if part.decode is not None and not part.headed and part.prefill.may_be_unknown(self._sent):
+                    part.params = part.prefill.plan.params
                 part.prefill.drop()
             if part.decode is not None:
                 part.decode.cancel()

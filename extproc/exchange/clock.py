@@ -15,6 +15,7 @@ ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
 LEFTOVER_SECONDS: Final = 60.0  # for a prefill leg that nobody wants any more, where it must be let finish
 # For a prefill to have sent a cache, and for its death to be noticed if it has not: it is looked at every 10 s.
 PUSH_SECONDS: Final = 30.0
+TAKEN_SECONDS: Final = 1.0  # for a decode to have taken a request in, after which it frees what was computed for it
 UNPIN_SECONDS: Final = 0.1  # for Envoy to end a decode leg
 SECOND_CALL_SECONDS: Final = 2.0  # for Envoy to open the call of a late answer (0.5 ms, measured)
 CLOSING_SECONDS: Final = 5.0  # for Envoy to close a call that we have ended

@@ -15,7 +15,7 @@ from extproc.exchange.answers import AnswerHead
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
 from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, PUSH_SECONDS, Handle
-from extproc.exchange.failures import gone, kv_missing, report
+from extproc.exchange.failures import gone, kv_missing, refuse_unknown, report
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.leg_heads import destinations, leg_path
 from extproc.exchange.machine import Event, Outside, State, rule_of
@@ -152,7 +152,7 @@ class DirectCourse:
 
     def _name(self, worker: Worker) -> None:
         """Name a response that ``worker`` will make, so that it can be found again."""
-        self._stored, members = naming(self._session.gateway.stored, self._request, worker)
+        self._stored, members = naming(self._session.gateway.stored, self._request, worker, self._session.own_id)
         edits = Edits(members) if members else NO_EDITS
         self._edits = LegEdits(edits, edits) if members else WHOLE
 
@@ -353,8 +353,12 @@ class DirectCourse:
 
     def drop_prefill(self) -> None:
         """See Outside."""
-        if self._leg is not None:
-            self._leg.drop()
+        leg = self._leg
+        if leg is None:
+            return
+        if self._released and not self._status and leg.may_be_unknown(self._session.record.sent):
+            self._params = leg.plan.params
+        leg.drop()
 
     def drop_decode(self) -> None:
         """See Outside."""
@@ -438,6 +442,8 @@ class DirectCourse:
         if handed.kv is not Kv.RECOMPUTED:
             return True
         record.note = NO_PARAMS if answer else WAIVED
+        if not answer:
+            record.prefill = ""  # it did not serve
         return not answer or config.kv_missing is KvMissing.RECOMPUTE
 
     def _unpin(self) -> None:
@@ -456,6 +462,7 @@ class DirectCourse:
             return Event.PREFILL_FAILED
         waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
         if waives and handoff.waivable and is_transient(error):
+            self._session.tried_in_vain(error)
             if self._state is not State.PREFILLING:
                 self._waives = True
                 self._wait(config.retry.initial)
@@ -491,6 +498,7 @@ class DirectCourse:
         # Who is left is known now; whether they still are after the pause, then.
         if pause is None or not choice.left(attempts.failed):
             return False
+        self._session.tried_in_vain(error)
         self._wait(pause)
         return True
 
@@ -520,11 +528,13 @@ class DirectCourse:
         assert handoff is not None
         try:
             pair = gateway.placer.pair(self._request.model, attempts.failed, self._prefill)
+            alone = handoff.alone(self._request, pair.prefill)
+            if alone is not None:
+                refuse_unknown(gateway, pair.prefill, alone)
         except GatewayError:
             self._fire(Event.PREFILL_FAILED)
             return
         self._session.record.attempts = attempts.number
-        alone = handoff.alone(self._request, pair.prefill)
         if alone is None:
             self._place(Placed(pair, handoff))
         else:  # nobody has told this one's engine id

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from extproc.errors import GatewayError
+from extproc.exchange.attempts import KvMissing
 from extproc.exchange.gateway import Gateway
+from extproc.handoff.handoff import Alone
 from extproc.names import LOCAL_REPLY
 from extproc.transport.interface import Header, Lost
 from extproc.workers.worker import Worker
@@ -57,6 +59,12 @@ def kv_missing(prefill: Worker | None) -> GatewayError:
     """The error for a prefill whose answer does not say where the KV cache is."""
     name = "" if prefill is None else f" {prefill.url}"
     return GatewayError("kv_missing", f"prefill worker{name} answered without usable kv_transfer_params")
+
+
+def refuse_unknown(gateway: Gateway, prefill: Worker, alone: Alone) -> None:
+    """Raises GatewayError where the operator wants no request to do without a handoff for want of what it needs."""
+    if alone.unknown and gateway.config.kv_missing is KvMissing.FAIL:
+        raise GatewayError("kv_missing", f"prefill worker {prefill.url} cannot hand over: {alone.why}")
 
 
 def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> None:

@@ -161,6 +161,7 @@ class LateReply:
             self._call.abort(Status.INTERNAL, error.message)
             return
         self._held.clear()
+        record.kv = record.note = ""
         record.status, record.code, record.message = error.status, error.fault.code, error.message
         headers = [*error.headers, (b"x-request-id", record.request_id)]
         if self._session.gateway.config.response_headers:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer
-from extproc.exchange.clock import LEFTOVER_SECONDS, Handle
+from extproc.exchange.clock import LEFTOVER_SECONDS, TAKEN_SECONDS, Handle
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
 from extproc.exchange.orders import send_orders, unpin
@@ -73,6 +73,17 @@ class PrefillLeg:
     def out(self) -> bool:
         """It was sent, and somebody waits for its answer."""
         return self._leg is not None and self._limit is None
+
+    def may_be_unknown(self, sent: float) -> bool:
+        """Whether a decode leg that was ``sent`` with it, and has no head, may have told nobody what it was to fetch.
+
+        A decode that has the request has the prefill free what is kept for it. Most have it within milliseconds. Only
+        while the prefill is at work may it be told twice: afterwards, on real vLLM, the second one waits for 480 s, and
+        20 that wait are all that a prefill attends to.
+        """
+        if not self.out or not self._placed.handoff.lets_finish:
+            return False
+        return self._session.gateway.clock.now() - sent < TAKEN_SECONDS
 
     def send(self) -> None:
         """Send it. It counts on its worker until it ends, long before the request does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from extproc.names import NAMING
 from extproc.transport.interface import Header
 
 NO_PARAMS: Final = "the prefill's answer has no usable kv_transfer_params"
@@ -76,14 +77,8 @@ def server_timing(record: Record) -> bytes:
 
 def named(prefill: str, decode: str, handoff: str, kv: str, attempts: int) -> list[Header]:
     """The headers that name who served and how, without those that are not known or go without saying."""
-    pairs = (
-        (b"x-pd-prefill", prefill),
-        (b"x-pd-decode", decode),
-        (b"x-pd-handoff", handoff),
-        (b"x-pd-kv", kv),
-        (b"x-pd-attempts", str(attempts) if attempts > 1 else ""),
-    )
-    return [(name, value.encode()) for name, value in pairs if value]
+    values = (prefill, decode, handoff, kv, str(attempts) if attempts > 1 else "")
+    return [(name.encode(), value.encode()) for name, value in zip(NAMING, values, strict=True) if value]
 
 
 def naming_headers(record: Record) -> list[Header]:

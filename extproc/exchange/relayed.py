@@ -192,12 +192,14 @@ class RelayedCourse:
         if self._phase is not _Phase.WAITING or self._placed.handoff.named_by_client(self._request):
             self._fail(error)
         elif self._may_waive(error, workers):
+            self._session.tried_in_vain(error)
             self._waive()
         elif (pause := self._attempts.after(error, workers, gateway.clock.now())) is None or not self._choice.left(
             self._attempts.failed
         ):
             self._fail(error)
         else:
+            self._session.tried_in_vain(error)
             self._drop_attempt()
             self._timer = gateway.clock.after(pause, lambda: self._try_again(error))
 

@@ -13,17 +13,18 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.attempts import Attempts
+from extproc.exchange.attempts import Attempts, OnPrefillFailure
 from extproc.exchange.choice import PairChoice
 from extproc.exchange.clock import ABANDONED
 from extproc.exchange.direct import DirectCourse
+from extproc.exchange.failures import refuse_unknown
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
 from extproc.exchange.outlet import LateReply
 from extproc.exchange.placed import Placed
-from extproc.exchange.record import Record, naming_headers
+from extproc.exchange.record import WAIVED, Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
-from extproc.handoff.handoff import Alone
+from extproc.handoff.handoff import Alone, Kv
 from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
 from extproc.policies.placement import Pair
@@ -161,7 +162,9 @@ class Session:
         record = self.record
         self._answered = True
         self._parts.clear()
-        record.status = record.status or error.status
+        if not record.status:
+            record.kv = record.note = ""  # whatever was handed over, nothing came of it
+            record.status = error.status
         record.code = error.fault.code
         record.message = error.message
         headers = [*error.headers, (b"x-request-id", record.request_id)]
@@ -169,9 +172,30 @@ class Session:
             headers += naming_headers(record)
         self.call.send(wire.immediate_reply(error.status, headers, error.body))
 
+    def tried_in_vain(self, error: GatewayError) -> None:
+        """An attempt failed, and another follows: the client does not hear of this one, so that the log must say it."""
+        record = self.record
+        _log.info(
+            "attempt failed, another follows",
+            extra={
+                "request_id": record.request_id.decode("latin-1"),
+                "attempt": record.attempts,
+                "handoff": record.handoff or None,
+                "prefill": record.prefill or None,
+                "decode": record.decode or None,
+                "code": error.fault.code,
+                "reason": error.message,
+            },
+        )
+
     def hand_on(self, course: Course) -> None:
         """Another course goes on with the request."""
         self._course = course
+
+    @property
+    def own_id(self) -> bytes:
+        """The request's id; empty if the client chose it."""
+        return b"" if self._named else self.record.request_id
 
     @property
     def alive(self) -> bool:
@@ -268,12 +292,16 @@ class Session:
         gateway = self.gateway
         if api.flow is Flow.PREFILL_ONLY:
             return DirectCourse.alone(self, head, request, gateway.placer.prefills(request.model))
-        pair = gateway.placer.pair(request.model)
+        try:
+            pair = gateway.placer.pair(request.model)
+        except GatewayError as error:
+            return self._without_prefill(head, request, error)
         handoff = gateway.handoffs.of(pair.prefill)
         if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
             record.leg_id = record.request_id.removeprefix(api.id_prefix.encode())
         alone = handoff.alone(request, pair.prefill)
         if alone is not None:
+            refuse_unknown(gateway, pair.prefill, alone)
             return self._alone(head, request, pair, alone)
         placed = Placed(pair, handoff)
         joint = joint_of(request, pair.prefill.runtime)
@@ -292,6 +320,15 @@ class Session:
             keeper = self.gateway.stored.keeper(before, placer.all_decodes())
             workers = workers if keeper is None else (keeper,)
         return DirectCourse.alone(self, head, request, workers, alone)
+
+    def _without_prefill(self, head: RequestHead, request: InferenceRequest, error: GatewayError) -> Course:
+        """The course of a request for which there is no pair, as ``error`` says: that of decode-only, or none."""
+        gateway = self.gateway
+        decodes = gateway.placer.decodes(request.model)
+        waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
+        if not waives or not decodes or not gateway.handoffs.of(decodes[0]).waivable:
+            raise error
+        return DirectCourse.alone(self, head, request, decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED))
 
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:
         """The course of a request about a stored response. Raises GatewayError when nobody can be asked for it."""

@@ -18,6 +18,7 @@ from extproc.apis.table import RESPONSES
 from extproc.workers.worker import Worker
 
 PREFIX: Final = "resp_"
+_DIGITS: Final = 24  # hexadecimal ones, at the end of a request id of ours
 _TAG: Final = 8  # hexadecimal digits that stand for a worker
 _REMEMBERED: Final = 100_000  # some 40 MB if all are as long as they may be
 _LONGEST: Final = 256  # bytes of a name that can be asked for
@@ -29,9 +30,9 @@ class StoredResponses:
     def __init__(self) -> None:
         self._kept: dict[str, str] = {}  # name of the response -> name of the worker, oldest first
 
-    def name(self, worker: Worker) -> str:
-        """A new name for a response that ``worker`` is to make."""
-        return f"{PREFIX}{_tag(worker.name)}{random.getrandbits(96):024x}"
+    def name(self, worker: Worker, request_id: bytes = b"") -> str:
+        """A new name for a response that ``worker`` is to make, to be known by ``request_id`` if that is ours."""
+        return f"{PREFIX}{_tag(worker.name)}{request_id[-_DIGITS:].decode() or f'{random.getrandbits(96):024x}'}"
 
     def made(self, name: str, worker: Worker) -> None:
         """``worker`` made the response of this name. Nothing is kept of one that cannot be asked for."""
@@ -54,17 +55,19 @@ class StoredResponses:
         return None
 
 
-def naming(stored: StoredResponses, request: InferenceRequest, worker: Worker) -> tuple[str, Mapping[str, bytes]]:
+def naming(
+    stored: StoredResponses, request: InferenceRequest, worker: Worker, request_id: bytes
+) -> tuple[str, Mapping[str, bytes]]:
     """The name under which ``worker`` may keep its answer to ``request``, and what the legs' bodies say of it.
 
-    Empty for what is never kept. A name that the client chose is left as it is.
+    Empty for what is never kept. A name that the client chose is left as it is; of ``request_id`` that is empty.
     """
     if request.api is not RESPONSES:
         return "", {}
     given = request.body.get("request_id") if "request_id" in request.body else None
     if isinstance(given, str):
         return given, {}
-    name = stored.name(worker)
+    name = stored.name(worker, request_id)
     return name, {"request_id": b'"%b"' % name.encode()}
 
 

@@ -27,11 +27,13 @@ class Alone(NamedTuple):
         role: of that worker.
         kv: what that means for the KV cache.
         why: for people; empty where it needs no word.
+        unknown: there would be a handoff, were all known of the prefill worker that it needs.
     """
 
     role: Role
     kv: Kv
     why: str = ""
+    unknown: bool = False
 
 
 class Plan(NamedTuple):

@@ -38,7 +38,7 @@ _UNPIN_PATH: Final = b"/v1/completions"
 _UNPIN: Final = b'{"prompt":"x","max_tokens":1,"kv_transfer_params":%b}'
 _DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
 _WHOLE: Final = LegEdits()
-_NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known")
+_NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known", unknown=True)
 
 
 class MooncakeHandoff(vllm.VllmHandoff):

@@ -110,6 +110,11 @@ class Placer:
         policy = self._decode if like.role is Role.DECODE else self._prefill
         return policy.rank(found, CANDIDATES) if found else ()
 
+    def decodes(self, model: str | None) -> Sequence[Worker]:
+        """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
+        found = self._fleet.usable(Role.DECODE, model)
+        return _of_one_key(self._decode.rank(found, CANDIDATES)) if found else ()
+
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be given a request now, in no order of preference.
 
