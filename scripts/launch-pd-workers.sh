@@ -439,6 +439,7 @@ report_ended() {
 stop_workers() {
   trap - EXIT
   trap 'STOP_SECONDS=0' HUP INT TERM
+  set +m # a signal while one is started leaves it on, and the shell would tell of each job's end
   pids+=("${!:-}") # a signal may come between a start and its note
   signal_workers TERM || true
   local deadline=$((SECONDS + STOP_SECONDS))
