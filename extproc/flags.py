@@ -25,7 +25,8 @@ other ways to set an option:
   port: 30000             YAML file of --config (or PD_EXTPROC_CONFIG): the option's name with underscores
   Flags win over the environment, the environment over the file. A list is replaced as a whole, never added to.
   PD_EXTPROC_PREFILL="http://a:8000 8998;http://b:8000 none"      PD_EXTPROC_DECODE="http://c:8001;http://d:8001"
-  prefill: ["http://a:8000 8998", {url: "http://b:8000", kv_connector: NixlConnector, kv_role: kv_producer}]
+  prefill: ["http://a:8000 8998", {url: "http://b:8000", kv_connector: NixlConnector, labels: {zone: a}}]
+  A mapping takes the fields of POST /workers: kv_transfer_config for a MultiConnector, labels, api_key, models ...
 
 Options of smg launch that are not listed here are recognised, and refused as not available yet.
 """

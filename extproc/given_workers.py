@@ -6,33 +6,13 @@ Messages are those of ``smg launch`` where it has the rule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, InstanceOf
 
-from extproc.workers.kv_config import KvConfig, kv_config
-from extproc.workers.spec import RUNTIMES
+from extproc.workers.registration import RegistrationError, registration
+from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
-
-_KEYS: Final = ("url", "bootstrap_port", "kv_connector", "kv_role", "kv_engine_id", "kv_transfer_config", "runtime")
-
-
-@dataclass(frozen=True, slots=True)
-class GivenWorker:
-    """What is said of a worker at start; the rest is learnt from it.
-
-    Attributes:
-        url: its base URL.
-        bootstrap_port: the port of its bootstrap server, None where it has none or the usual one.
-        kv: its KV connector (vLLM).
-        runtime: the engine, None: find out.
-    """
-
-    url: WorkerUrl
-    bootstrap_port: int | None = None
-    kv: KvConfig = field(default_factory=KvConfig)
-    runtime: str | None = None
 
 
 def _prefill(value: object) -> object:
@@ -40,41 +20,32 @@ def _prefill(value: object) -> object:
         url, *ports = value.split() or [""]
         if len(ports) > 1:
             raise ValueError(f"{value!r}: expected URL [PORT|none]")
-        return GivenWorker(WorkerUrl.parse(url), _bootstrap_port(ports[0]) if ports else None)
+        port = _bootstrap_port(ports[0]) if ports else None
+        return WorkerSpec(WorkerUrl.parse(url), Role.PREFILL, bootstrap_port=port)
     return _from_mapping(value, Role.PREFILL, "URL [PORT|none]")
 
 
 def _decode(value: object) -> object:
     if isinstance(value, str):
-        return GivenWorker(WorkerUrl.parse(value))
+        return WorkerSpec(WorkerUrl.parse(value), Role.DECODE)
     return _from_mapping(value, Role.DECODE, "a URL")
 
 
 def _from_mapping(value: object, role: Role, text: str) -> object:
-    if isinstance(value, GivenWorker):
+    if isinstance(value, WorkerSpec):
         return value
-    if not isinstance(value, Mapping) or "url" not in value or not value.keys() <= set(_KEYS):
-        raise ValueError(f"expected {text}, or a mapping with url and some of {', '.join(_KEYS[1:])}")
+    if not isinstance(value, Mapping) or "url" not in value:
+        raise ValueError(f"expected {text}, or a mapping with url and other fields of POST /workers")
     port = value.get("bootstrap_port")
-    runtime = value.get("runtime")
-    if runtime is not None and runtime not in RUNTIMES:
-        raise ValueError(f"runtime {runtime}: expected one of {', '.join(RUNTIMES)}")
-    said = KvConfig(_text(value, "kv_connector"), _text(value, "kv_role"), _text(value, "kv_engine_id"))
-    return GivenWorker(
-        WorkerUrl.parse(str(value["url"])),
-        None if port is None else _bootstrap_port(str(port)),
-        kv_config(role, said, value.get("kv_transfer_config")),
-        runtime,
-    )
-
-
-def _text(value: Mapping[str, object], key: str) -> str:
-    text = value.get(key)
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise ValueError(f"{key}: expected text")
-    return text
+    try:
+        if value.get("worker_type", role.value) != role.value:
+            raise RegistrationError(f"worker_type is {value['worker_type']}, but it is listed as {role.value}")
+        said = {"worker_type": role.value} | (
+            {"bootstrap_port": _bootstrap_port(port)} if isinstance(port, str) else {}
+        )
+        return registration({**value, **said})
+    except RegistrationError as error:
+        raise ValueError(f"{value['url']}: {error}") from None
 
 
 def _bootstrap_port(text: str) -> int | None:
@@ -92,5 +63,9 @@ def items(value: object) -> object:
     return [item.strip() for item in value.split(";") if item.strip()] if isinstance(value, str) else value
 
 
-PrefillWorkers = Annotated[tuple[Annotated[GivenWorker, BeforeValidator(_prefill)], ...], BeforeValidator(items)]
-DecodeWorkers = Annotated[tuple[Annotated[GivenWorker, BeforeValidator(_decode)], ...], BeforeValidator(items)]
+PrefillWorkers = Annotated[
+    tuple[Annotated[InstanceOf[WorkerSpec], BeforeValidator(_prefill)], ...], BeforeValidator(items)
+]
+DecodeWorkers = Annotated[
+    tuple[Annotated[InstanceOf[WorkerSpec], BeforeValidator(_decode)], ...], BeforeValidator(items)
+]

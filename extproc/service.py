@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
-from extproc.settings import GivenWorker, GrpcTransport, MooncakeDispatch, PolicyName, Settings
+from extproc.settings import GrpcTransport, MooncakeDispatch, PolicyName, Settings
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
@@ -310,24 +311,21 @@ def _given(settings: Settings) -> Iterator[WorkerSpec]:
     """The workers given at start."""
     ids = settings.prefill_kv_engine_id or ("",) * len(settings.prefill)
     for worker, engine_id in zip(settings.prefill, ids, strict=True):
-        common = KvConfig(settings.prefill_kv_connector or "", engine_id=engine_id)
-        yield _spec(settings, worker, Role.PREFILL, common)
+        yield _spec(settings, worker, KvConfig(settings.prefill_kv_connector or "", engine_id=engine_id))
     for worker in settings.decode:
-        yield _spec(settings, worker, Role.DECODE, KvConfig(settings.decode_kv_connector or ""))
+        yield _spec(settings, worker, KvConfig(settings.decode_kv_connector or ""))
 
 
-def _spec(settings: Settings, worker: GivenWorker, role: Role, common: KvConfig) -> WorkerSpec:
+def _spec(settings: Settings, worker: WorkerSpec, common: KvConfig) -> WorkerSpec:
     """A worker given at start; ``common`` is for where it says nothing of its own.
 
     As with the peer, it is trusted with the gateway's own key.
     """
-    return WorkerSpec(
-        worker.url,
-        role,
-        bootstrap_port=worker.bootstrap_port,
-        api_key=settings.api_key,
-        runtime=worker.runtime,
+    return replace(
+        worker,
+        api_key=worker.api_key or settings.api_key,
         kv=worker.kv.or_else(common),
+        engine_id_named=worker.engine_id_named or bool(common.engine_id),
     )
 
 

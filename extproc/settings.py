@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
-from extproc.given_workers import DecodeWorkers, GivenWorker, PrefillWorkers
+from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.transport.address import TcpAddress, parse_address
@@ -47,7 +47,6 @@ from extproc.values import (
 )
 
 __all__ = [
-    "GivenWorker",
     "Group",
     "GrpcTransport",
     "KvMissing",

@@ -121,6 +121,12 @@ class TestWorkers:
             },
         }
 
+    async def test_what_is_of_no_effect_is_said(self, api: Api) -> None:
+        body = {"url": "http://10.0.0.1:1", "worker_type": "decode", "bootstrap_port": 8998}
+        answer = await api.ask("POST", "/workers", json=body)
+        warning = "bootstrap_port is of no effect: only prefill workers have a bootstrap server"
+        assert (answer.status, answer.json["warnings"]) == (202, [warning])
+
     async def test_a_worker_in_full(self, api: Api) -> None:
         api.monitor.start()
         async with engine() as server:

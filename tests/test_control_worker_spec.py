@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from extproc.control import worker_spec
 from extproc.control.worker_spec import SpecError, parse_worker_spec
+from extproc.workers import registration
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.spec import HealthOverrides, WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
@@ -114,7 +114,7 @@ def test_the_document_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs/behaviour.md").read_text()
     table = text.split("## Registration\n")[1].split("\n\n`bootstrap_port`")[0]
     names = {name for row in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    assert names == {*worker_spec._Body.model_fields, "runtime"}
+    assert names == {*registration._Body.model_fields, "runtime"}
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
@@ -155,19 +155,14 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         ),
         (
             LEAST | {"worker_type": "banana"},
-            (
-                "Invalid JSON data: worker_type: unknown variant 'banana', "
-                "expected one of 'prefill', 'decode', 'regular' or 'encode'"
-            ),
+            ("Invalid JSON data: worker_type: unknown variant 'banana', expected one of 'prefill' or 'decode'"),
         ),
+        ({"url": "http://w:1"}, "Invalid JSON data: missing field `worker_type`: expected `prefill` or `decode`"),
         (
-            {"url": "http://w:1"},
-            (
-                "Invalid JSON data: worker_type: `regular` workers are not served here; "
-                "expected one of `prefill`, `decode`"
-            ),
+            LEAST | {"worker_type": "regular"},
+            "worker_type: `regular` workers are not served here; expected `prefill` or `decode`",
         ),
-        (LEAST | {"worker_type": "encode"}, "Invalid JSON data: worker_type: `encode` workers are not served here"),
+        (LEAST | {"worker_type": "encode"}, "worker_type: `encode` workers are not served here"),
         (
             LEAST | {"connection_mode": "grpc"},
             "Invalid JSON data: connection_mode: unknown variant 'grpc', expected one of 'http'",
@@ -186,39 +181,72 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         (LEAST | {"bootstrap_port": 0}, "Invalid JSON data: bootstrap_port: "),
         (LEAST | {"bootstrap_port": 65536}, "Invalid JSON data: bootstrap_port: "),
         (LEAST | {"health": {"timeout_secs": 0}}, "Invalid JSON data: health.timeout_secs: "),
-        (LEAST | {"health": {"timeout": 1}}, "Invalid JSON data: unknown field `health.timeout`"),
-        (LEAST | {"bootstrap_prot": 1}, "Invalid JSON data: unknown field `bootstrap_prot`"),
+        (
+            LEAST | {"health": {"timeout": 1}},
+            "Invalid JSON data: unknown field `health.timeout`; did you mean `timeout_secs`?",
+        ),
+        (
+            LEAST | {"bootstrap_prot": 1},
+            "Invalid JSON data: unknown field `bootstrap_prot`; did you mean `bootstrap_port`?",
+        ),
         (LEAST | {"zone": None}, "Invalid JSON data: unknown field `zone`"),
         (LEAST | {"kv_connector": ""}, "Invalid JSON data: kv_connector: "),
         (LEAST | {"kv_role": "both"}, "Invalid JSON data: kv_role: unknown variant 'both', expected one of "),
         (LEAST | {"labels": {"kv_role": "both"}}, "Invalid JSON data: kv_role: unknown variant 'both'"),
         (LEAST | {"labels": {"bootstrap_port": "x"}}, "Invalid JSON data: bootstrap_port: expected a valid integer"),
-        (LEAST | {"kv_role": "kv_producer"}, "Invalid JSON data: registered as decode, but kv_role is kv_producer"),
+        (LEAST | {"kv_role": "kv_producer"}, "registered as decode, but kv_role is kv_producer"),
         (
             LEAST | {"kv_connector": "MultiConnector"},
             (
-                "Invalid JSON data: MultiConnector does not say which of its connectors moves the cache: "
-                "register that one's name, or give the engine's kv_transfer_config"
+                "MultiConnector does not say which of its connectors moves the cache: "
+                "give that one's name, or the engine's kv_transfer_config"
             ),
         ),
         (
             LEAST | {"labels": {"kv_connector": "NixlPushConnector"}},
-            "Invalid JSON data: NixlPushConnector: its handoff is not supported (requests must name the transfer",
+            "NixlPushConnector: its handoff is not supported (requests must name the transfer",
         ),
         (LEAST | {"kv_transfer_config": []}, "Invalid JSON data: kv_transfer_config"),
-        (LEAST | {"kv_transfer_config": "{"}, "Invalid JSON data: kv_transfer_config: not JSON"),
+        (LEAST | {"kv_transfer_config": "{"}, "kv_transfer_config: not JSON"),
         (
             LEAST | {"runtime_type": "sglang", "kv_connector": "NixlConnector"},
-            "Invalid JSON data: kv_connector NixlConnector: SGLang workers have none",
+            "kv_connector NixlConnector: SGLang workers have none",
         ),
         (
             LEAST | {"dp_rank": 1, "dp_size": 2},
-            "Invalid JSON data: not supported yet: `dp_rank`, `dp_size`",
+            "not supported yet: `dp_rank`, `dp_size`",
         ),
     ],
 )
 def test_errors_name_the_field(body: bytes | dict[str, Any], message: str) -> None:
     assert problem(body).startswith(message)
+
+
+NIXL_ID = "kv_engine_id is of no effect: only prefill workers with MooncakeConnector need one"
+DECODE_PORT = "bootstrap_port is of no effect: only prefill workers have a bootstrap server"
+
+
+@pytest.mark.parametrize(
+    ("fields", "idle"),
+    [
+        ({"worker_type": "prefill", "kv_connector": "MooncakeConnector", "kv_engine_id": "e", "bootstrap_port": 1}, ()),
+        ({"worker_type": "prefill", "bootstrap_port": 1}, ()),
+        ({"worker_type": "prefill", "kv_connector": "NixlConnector", "kv_engine_id": "e"}, (NIXL_ID,)),
+        ({"worker_type": "prefill", "labels": {"kv_engine_id": "e"}}, (NIXL_ID,)),
+        (
+            {"worker_type": "prefill", "kv_connector": "NixlConnector", "bootstrap_port": 1},
+            ("bootstrap_port is of no effect with NixlConnector",),
+        ),
+        (
+            {"kv_connector": "MooncakeConnector", "kv_engine_id": "e", "bootstrap_port": 1},
+            (NIXL_ID, DECODE_PORT),
+        ),
+        # The engine's whole configuration may be given, whatever of it is needed.
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "engine_id": "e"}}, ()),
+    ],
+)
+def test_what_changes_nothing_is_known(fields: dict[str, Any], idle: tuple[str, ...]) -> None:
+    assert parsed(**fields).idle == idle
 
 
 def test_all_errors_are_told_at_once() -> None:

@@ -12,7 +12,6 @@ from extproc import settings as settings_module
 from extproc.logs import LogLevel
 from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
 from extproc.settings import (
-    GivenWorker,
     GrpcTransport,
     KvMissing,
     Mode,
@@ -25,7 +24,8 @@ from extproc.settings import (
 )
 from extproc.sources import SettingsError, load_settings
 from extproc.workers.kv_config import KvConfig
-from extproc.workers.worker import WorkerUrl
+from extproc.workers.spec import HealthOverrides, WorkerSpec
+from extproc.workers.worker import Role, WorkerUrl
 
 
 def load(
@@ -106,7 +106,7 @@ def test_flags_win_over_environment_over_file_over_default(
 def test_a_list_is_replaced_as_a_whole(yaml_file: Path) -> None:
     yaml_file.write_text("decode: [http://file:1, http://file:2]\n")
     assert load({"decode": ["http://flag:1"]}, config=str(yaml_file)).decode == (
-        GivenWorker(WorkerUrl("http", "flag", 1)),
+        WorkerSpec(WorkerUrl("http", "flag", 1), Role.DECODE),
     )
 
 
@@ -122,8 +122,12 @@ def test_the_file_can_be_named_by_the_environment_and_the_flag_wins(yaml_file: P
 SAMPLES: dict[str, tuple[str, str, object]] = {
     # field: (text for flag and environment, YAML, what it means)
     "pd_disaggregation": ("true", "true", True),
-    "prefill": ("http://a:1 8998", "[http://a:1 8998]", (GivenWorker(WorkerUrl("http", "a", 1), 8998),)),
-    "decode": ("http://a:1", "[http://a:1]", (GivenWorker(WorkerUrl("http", "a", 1)),)),
+    "prefill": (
+        "http://a:1 8998",
+        "[http://a:1 8998]",
+        (WorkerSpec(WorkerUrl("http", "a", 1), Role.PREFILL, bootstrap_port=8998),),
+    ),
+    "decode": ("http://a:1", "[http://a:1]", (WorkerSpec(WorkerUrl("http", "a", 1), Role.DECODE),)),
     "prefill_kv_connector": ("NixlConnector", "NixlConnector", "NixlConnector"),
     "decode_kv_connector": ("NixlPullConnector", "NixlPullConnector", "NixlConnector"),
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
@@ -224,21 +228,38 @@ def test_prefill_workers_in_yaml_may_be_mappings(yaml_file: Path) -> None:
     ]
 
 
-def test_workers_in_yaml_may_say_how_they_move_the_cache(yaml_file: Path) -> None:
+def test_workers_in_yaml_may_say_all_that_a_registration_does(yaml_file: Path) -> None:
     yaml_file.write_text(
         "prefill:\n"
-        "  - {url: 'http://a:1', bootstrap_port: 8999, kv_connector: MooncakeConnector, kv_role: kv_producer,\n"
-        "     kv_engine_id: engine-a, runtime: vllm}\n"
+        "  - {url: 'http://a:1', bootstrap_port: 8999, kv_connector: mooncake, kv_role: kv_producer,\n"
+        "     kv_engine_id: engine-a, runtime: vllm, labels: {dp_size: '2', zone: x}, api_key: k, priority: 3}\n"
         "decode:\n"
-        "  - {url: 'http://b:2', kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_consumer}}\n"
+        "  - {url: 'http://b:2', worker_type: decode, models: [{id: m}], health: {failure_threshold: 9},\n"
+        "     kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_consumer}}\n"
     )
     settings = load(config=str(yaml_file))
     assert settings.prefill == (
-        GivenWorker(
-            WorkerUrl("http", "a", 1), 8999, KvConfig("MooncakeConnector", "kv_producer", "engine-a"), runtime="vllm"
+        WorkerSpec(
+            WorkerUrl("http", "a", 1),
+            Role.PREFILL,
+            bootstrap_port=8999,
+            kv=KvConfig("MooncakeConnector", "kv_producer", "engine-a"),
+            engine_id_named=True,
+            runtime="vllm",
+            labels={"dp_size": "2", "zone": "x"},
+            api_key="k",
+            priority=3,
         ),
     )
-    assert settings.decode == (GivenWorker(WorkerUrl("http", "b", 2), kv=KvConfig("NixlConnector", "kv_consumer")),)
+    assert settings.decode == (
+        WorkerSpec(
+            WorkerUrl("http", "b", 2),
+            Role.DECODE,
+            cards=({"id": "m"},),
+            kv=KvConfig("NixlConnector", "kv_consumer"),
+            health=HealthOverrides(failure_threshold=9),
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,8 +387,9 @@ WRONG: list[tuple[str, str, str]] = [
         "decode_kv_connector",
         "MultiConnector",
         (
-            "MultiConnector does not say which of its connectors moves the cache: register that one's name, "
-            "or give the engine's kv_transfer_config (got 'MultiConnector')"
+            "MultiConnector does not say which of its connectors moves the cache: give that one's name, or the "
+            "engine's kv_transfer_config (a field of POST /workers, and of a worker's mapping in the YAML file) "
+            "(got 'MultiConnector')"
         ),
     ),
     ("envoy_concurrency", "0", "Must be >= 1 (got '0')"),
@@ -423,6 +445,14 @@ def test_everything_wrong_is_said_at_once() -> None:
     assert [line.split(":")[0] for line in found] == ["environment", "PD_EXTPROC_POLICY", "--port", "--log-level"]
 
 
+def test_a_workers_key_is_never_shown(yaml_file: Path) -> None:
+    yaml_file.write_text("decode: [{url: 'http://a', api_key: sesame, zone: 1}]\n")
+    (line,) = problems(config=str(yaml_file))
+    assert "sesame" not in line
+    yaml_file.write_text("decode: [{url: 'http://a', api_key: sesame}]\n")
+    assert "sesame" not in repr(load(config=str(yaml_file)))
+
+
 def test_the_key_is_never_shown() -> None:
     assert not any("sesame" in line for line in problems({"api_key": "sesame", "port": "x"}))
     with pytest.raises(ValidationError) as caught:
@@ -468,15 +498,26 @@ def test_no_option_is_both_there_and_not_available() -> None:
         ("port: [1\n", "not valid YAML"),
         ("log-level: info\nlog_level: info\n", "log_level: given twice"),
         ("prefill: {a: b}\n", "prefill: Input should be a valid tuple"),
-        ("prefill: [{url: 'http://a', prot: 1}]\n", "prefill: expected URL [PORT|none], or a mapping with url and"),
+        ("prefill: [{urk: 'http://a'}]\n", "prefill: expected URL [PORT|none], or a mapping with url and other fields"),
+        (
+            "decode: [{url: 'http://a', kv_connecter: nixl}]\n",
+            "decode: http://a: unknown field `kv_connecter`; did you mean `kv_connector`?",
+        ),
+        (
+            "decode: [{url: 'http://a', worker_type: prefill}]\n",
+            "http://a: worker_type is prefill, but it is listed as",
+        ),
+        ("decode: [{url: 'http://a', labels: {dp_size: 2}}]\n", "http://a: labels.dp_size: expected a valid string"),
+        ("decode: [{url: 'a'}]\n", f"decode: 'a': {URL_SCHEME}"),
         ("decode: [1]\n", "decode: expected a URL"),
-        ("decode: [{url: 'http://a', kv_role: 1}]\n", "decode: kv_role: expected text"),
-        ("decode: [{url: 'http://a', runtime: mlx}]\n", "decode: runtime mlx: expected one of sglang, vllm"),
+        ("decode: [{url: 'http://a', kv_role: 1}]\n", "decode: http://a: kv_role: unknown variant 1, expected"),
+        ("decode: [{url: 'http://a', runtime: mlx}]\n", "decode: http://a: runtime: unknown variant 'mlx'"),
         (
             "decode: [{url: 'http://a', kv_role: kv_producer}]\n",
-            "decode: registered as decode, but kv_role is kv_producer",
+            "decode: http://a: registered as decode, but kv_role is kv_producer",
         ),
-        ("prefill: [{url: 'http://a', bootstrap_port: 0}]\n", "prefill: Port must be between 1 and 65535"),
+        ("prefill: [{url: 'http://a', bootstrap_port: 0}]\n", "prefill: http://a: bootstrap_port: "),
+        ("prefill: [{url: 'http://a', bootstrap_port: x}]\n", "prefill: Invalid bootstrap port: x."),
         ("port: 1.5\n", "port: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
     ],
 )

@@ -206,6 +206,14 @@ class TestIdentity:
             await eventually(lambda: server.count("/health") >= 5)
             assert server.count("/server_info") == 1
 
+    async def test_what_is_of_no_effect_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with fleet() as f, engine(mode="decode") as server:
+            worker = f.registry.add(spec(D, server.url, bootstrap_port=8998))
+            await f.becomes(worker, Status.READY)
+            said = "bootstrap_port is of no effect: only prefill workers have a bootstrap server"
+            assert f.registry.trouble(worker) == said
+        assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [said]
+
     async def test_a_contradicting_bootstrap_port_is_said_but_obeyed(self, caplog: pytest.LogCaptureFixture) -> None:
         async with engine() as server, engine() as other, fleet() as f:
             worker = f.registry.add(spec(P, server.url, bootstrap_port=other.bootstrap_port))

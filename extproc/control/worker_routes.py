@@ -33,7 +33,8 @@ class WorkerRoutes:
 
     async def _add(self, request: web.Request) -> web.Response:
         try:
-            worker = self._registry.add(parse_worker_spec(await request.read()))
+            spec = parse_worker_spec(await request.read())
+            worker = self._registry.add(spec)
         except ConnectionResetError:
             return worker_fault(400, "BAD_REQUEST", "the request was not sent completely")  # to nobody: the client left
         except SpecError as error:
@@ -41,16 +42,16 @@ class WorkerRoutes:
         except WorkerExistsError as error:
             return worker_fault(409, "WORKER_ALREADY_EXISTS", f"{error}. DELETE /workers/{error.worker.id} first.")
         location = f"/workers/{worker.id}"
-        response = reply(
-            {
-                "status": "accepted",
-                "worker_id": worker.id,
-                "url": str(worker.url),
-                "location": location,
-                "message": "Worker addition queued for background processing",
-            },
-            202,
-        )
+        accepted: dict[str, object] = {
+            "status": "accepted",
+            "worker_id": worker.id,
+            "url": str(worker.url),
+            "location": location,
+            "message": "Worker addition queued for background processing",
+        }
+        if spec.idle:  # ours
+            accepted["warnings"] = spec.idle
+        response = reply(accepted, 202)
         response.headers["location"] = location
         return response
 

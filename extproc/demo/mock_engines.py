@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from extproc.demo.asking import Act
 from extproc.demo.mocks import CHAT, MODEL, TOKEN_SECONDS, TOKENS, MockShow, Pair
-from extproc.given_workers import GivenWorker
 from extproc.mock.sglang.worker import SglangMock
 from extproc.mock.vllm.nixl import Nixl
 from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
 from extproc.workers.kv_config import KvConfig
-from extproc.workers.worker import WorkerUrl
+from extproc.workers.spec import WorkerSpec
+from extproc.workers.worker import Role, WorkerUrl
 
 if TYPE_CHECKING:
     from extproc.mock.vllm.engine import Sequence
@@ -42,9 +42,10 @@ class SglangShow(MockShow):
             role, model=MODEL, tokens=TOKENS, first_token_delay=first_token_delay, token_delay=TOKEN_SECONDS
         )
 
-    def given(self, mock: SglangMock) -> GivenWorker:
+    def given(self, mock: SglangMock) -> WorkerSpec:
         """See MockShow."""
-        return GivenWorker(WorkerUrl.parse(mock.url), mock.bootstrap_port if mock.has_bootstrap else None)
+        port = mock.bootstrap_port if mock.has_bootstrap else None
+        return WorkerSpec(WorkerUrl.parse(mock.url), Role(mock.role), bootstrap_port=port)
 
     def port(self, mock: SglangMock) -> str:
         """See MockShow."""
@@ -78,10 +79,11 @@ class VllmShow(MockShow):
             token_delay=TOKEN_SECONDS,
         )
 
-    def given(self, mock: VllmMock) -> GivenWorker:
+    def given(self, mock: VllmMock) -> WorkerSpec:
         """See MockShow."""
         port = mock.bootstrap_port if mock.has_bootstrap else None
-        return GivenWorker(WorkerUrl.parse(mock.url), port, KvConfig(self._connector))
+        kv = KvConfig(self._connector)
+        return WorkerSpec(WorkerUrl.parse(mock.url), Role(mock.role), bootstrap_port=port, kv=kv)
 
     def port(self, mock: VllmMock) -> str:
         """See MockShow."""

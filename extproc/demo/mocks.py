@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 from extproc.demo.asking import Act, Seen, ask, read
 from extproc.demo.page import Page
 from extproc.demo.stage import Fleet, Stage
-from extproc.given_workers import GivenWorker
 from extproc.mock.recorder import Record
 from extproc.mock.sglang.worker import SglangMock
 from extproc.mock.vllm.worker import VllmMock
+from extproc.workers.spec import WorkerSpec
 
 MODEL: Final = "tiny"
 TOKENS: Final = 12
@@ -49,7 +49,7 @@ class MockShow(ABC):
         """A worker."""
 
     @abstractmethod
-    def given(self, mock: Any) -> GivenWorker:
+    def given(self, mock: Any) -> WorkerSpec:
         """A worker as the gateway is told of it."""
 
     @abstractmethod

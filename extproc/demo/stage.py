@@ -15,10 +15,10 @@ from typing import Final, NamedTuple, Protocol
 import aiohttp
 
 from extproc import logs
-from extproc.given_workers import GivenWorker
 from extproc.logs import LogLevel
 from extproc.service import Service, startable
 from extproc.settings import Settings
+from extproc.workers.spec import WorkerSpec
 
 _READY_SECONDS: Final = 60
 _INTERRUPTED: Final = 130  # as shells call the end by SIGINT
@@ -31,8 +31,8 @@ class ShowError(Exception):
 class Fleet(NamedTuple):
     """The workers that the gateway is given at start."""
 
-    prefill: tuple[GivenWorker, ...] = ()
-    decode: tuple[GivenWorker, ...] = ()
+    prefill: tuple[WorkerSpec, ...] = ()
+    decode: tuple[WorkerSpec, ...] = ()
 
 
 class Show(Protocol):

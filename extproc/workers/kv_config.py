@@ -54,8 +54,8 @@ def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvC
     if connector == MULTI:
         if not engine.connector:
             raise KvConfigError(
-                f"{MULTI} does not say which of its connectors moves the cache: register that one's name, "
-                "or give the engine's kv_transfer_config"
+                f"{MULTI} does not say which of its connectors moves the cache: give that one's name, or the engine's "
+                "kv_transfer_config (a field of POST /workers, and of a worker's mapping in the YAML file)"
             )
         connector = ""
     found = KvConfig(

@@ -161,7 +161,7 @@ class Watch:
             self._state.unfit()
             return str(error)
         self._state.succeeded()
-        own = "; ".join(filter(None, (self._identity_trouble, self._bootstrap_trouble)))
+        own = "; ".join(filter(None, (*self._spec.idle, self._identity_trouble, self._bootstrap_trouble)))
         self._warn(own if self._identified else "")
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
