@@ -7,6 +7,7 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import os
 import signal
 import ssl
 import time
@@ -167,8 +168,9 @@ class Service:
         try:
             await self._metrics.start()
         except OSError as error:
-            where = f"{settings.prometheus_host}:{settings.prometheus_port}"
-            raise OSError(error.errno, f"metrics cannot be served on {where} (--prometheus-port)") from None
+            where = f"{settings.prometheus_host}:{settings.prometheus_port} (--prometheus-port)"
+            why = os.strerror(error.errno) if error.errno else error
+            raise OSError(f"metrics cannot be served on {where}: {why}") from None
         stack.push_async_callback(self._metrics.stop)
         await self._server.start(settings.extproc_address, self._session)
         stack.push_async_callback(self._server.drain, 0)

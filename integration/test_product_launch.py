@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -281,7 +282,7 @@ async def test_a_port_that_is_taken(programs: Programs, flag):
     status, _, error = await programs.result(flag)
     assert status == 1
     assert "cannot start" in error
-    assert "127.0.0.1" in error
+    assert re.search(rf"on 127\.0\.0\.1:\d+ \({flag}\): Address already in use$", error, re.MULTILINE)
     assert "Traceback" not in error
 
 

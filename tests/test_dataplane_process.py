@@ -95,8 +95,8 @@ exit 1"""
     assert texts == ["main: first", "  second line", "main: last"]
 
 
-@pytest.mark.parametrize("taken", ["client_port", "admin_port"])
-async def test_a_port_in_use_is_an_error_before_anything_starts(taken: str) -> None:
+@pytest.mark.parametrize(("taken", "flag"), [("client_port", "--port"), ("admin_port", "--envoy-admin-port")])
+async def test_a_port_in_use_is_an_error_before_anything_starts(taken: str, flag: str) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as another Envoy does
         other.bind(("127.0.0.1", 0))
@@ -106,7 +106,7 @@ async def test_a_port_in_use_is_an_error_before_anything_starts(taken: str) -> N
         config = DataplaneConfig(
             extproc="unix:/e", ads="unix:/a", control="unix:/c", egress="unix:/x", client_host="127.0.0.1", **options
         )
-        with pytest.raises(EnvoyStartError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(EnvoyStartError, match=rf"127.0.0.1:{port} \({flag}\): Address already in use"):
             await EnvoyProcess(config).start()
 
 

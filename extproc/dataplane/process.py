@@ -119,8 +119,8 @@ class EnvoyProcess:
         seconds have passed.
         """
         self._program = find_envoy(self._path)
-        _require_free(self._config.client_host, self._config.client_port)
-        _require_free("127.0.0.1", self._config.admin_port)
+        _require_free(self._config.client_host, self._config.client_port, "--port")
+        _require_free("127.0.0.1", self._config.admin_port, "--envoy-admin-port")
         try:
             await self._launch()
             async with asyncio.timeout(timeout):
@@ -281,8 +281,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _require_free(host: str, port: int) -> None:
-    """Raise EnvoyStartError when someone listens on ``port``.
+def _require_free(host: str, port: int, flag: str) -> None:
+    """Raise EnvoyStartError when someone listens on ``port``, which ``flag`` sets.
 
     Envoy shares its port among its threads with SO_REUSEPORT, so a second Envoy of the same user would get a share of
     the first one's clients instead of an error.
@@ -295,4 +295,4 @@ def _require_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise EnvoyStartError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            raise EnvoyStartError(f"cannot listen on {host}:{port} ({flag}): {error.strerror}") from None
