@@ -1,12 +1,13 @@
 """``pd-extproc``: names the commands, and loads only the one that is asked for.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or settings.
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 130 interrupted, 141 nobody reads what is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from extproc import __version__
 
+_UNREAD = 141  # as shells call the end by SIGPIPE
 _DESCRIPTION = "A prefill/decode gateway for LLM inference: Envoy in front, a Python ext_proc service beside it."
 
 
@@ -81,10 +83,15 @@ def _run(name: str, parser: argparse.ArgumentParser, arguments: Sequence[str]) -
 
     namespace = parser.parse_args(split_prefill(arguments))
     try:
-        return module.run(namespace)
+        code = module.run(namespace)
+        sys.stdout.flush()
+    except BrokenPipeError:  # "| head" has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is tried once more at the end
+        return _UNREAD
     except SettingsError as error:
         for problem in error.problems:
             print(f"{parser.prog}: error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    return code

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from http_client import Client, CutError, Exchange
-from processes import Gateway, Programs, free_port, is_alive, run
+from processes import Gateway, Programs, children_of, free_port, is_alive, run
 
 from extproc.dataplane.process import find_envoy
 from extproc.mock import Fault, SglangMock
@@ -354,6 +354,23 @@ async def test_the_demo_shows_the_order_of_nixls_legs(programs: Programs):
     _, out, _ = await programs.result("demo vllm")
     steps = [line.split(" ms  ")[1] for line in out.splitlines() if " ms  " in line]
     assert steps.index("prefill has answered: where its KV cache is") < steps.index("decode leg has arrived")
+
+
+async def test_the_demo_ends_quietly_when_nobody_reads_any_more():
+    reading, writing = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", "demo", "--port", "0"), stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    try:
+        assert await asyncio.to_thread(os.read, reading, 100)
+        started = children_of(process.pid)
+        assert started
+    finally:
+        os.close(reading)
+    _, error = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, error.decode()) == (141, "")
+    assert not [pid for pid in started if is_alive(pid)]
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import orjson
@@ -110,7 +110,8 @@ class Page:
             await asyncio.sleep(pause)
             passed = asyncio.get_running_loop().time() - started
             text = f"  {what}: {passed:.0f} s" + (f", {await asyncio.to_thread(detail)}" if detail else "")
-            print(self._clear + text, end="" if self._terminal else "\n", flush=True)
+            with suppress(BrokenPipeError):  # whoever waits here finds it
+                print(self._clear + text, end="" if self._terminal else "\n", flush=True)
 
     def _object(self, value: dict[str, Any], indent: int) -> str:
         """An object over as many lines as it takes, with its long texts cut and what is null left out."""
