@@ -20,6 +20,7 @@ TOKENS: Final = 12
 PREFILL_SECONDS: Final = 0.04
 TOKEN_SECONDS: Final = 0.015
 CHAT: Final = "/v1/chat/completions"
+_WARM_UP: Final = {"model": MODEL, "messages": [{"role": "user", "content": "Not shown."}], "max_tokens": 2}
 _Mock = SglangMock | VllmMock
 
 
@@ -88,6 +89,8 @@ class MockShow(ABC):
         page.heading(f"Envoy, the ext_proc service and four mock {self.engine} workers are running.")
         prefills = [f"{mock.url}  {self.port(mock)}" for mock in self.prefills]
         page.fleet(stage.url, prefills, [mock.url for mock in self.decodes])
+        for _ in self.prefills:  # each pair's first request is a slow one
+            await ask(stage.client, stage.url + CHAT, _WARM_UP)
         problems = []
         for act in self.acts:
             for mock in (*self.prefills, *self.decodes):
