@@ -358,6 +358,19 @@ class TestModels:
         listing = await api.get("/v1/models")
         assert listing.json == {"object": "list", "data": [{"id": "b"} | one, {"id": "org/a"} | one]}
         assert (await api.get("/v1/models/org/a")).json == {"id": "org/a"} | one
+
+    @pytest.mark.parametrize("owner", ["vllm", "sglang"])
+    async def test_what_the_worker_lists_of_it_is_kept(self, api: Api, owner: str) -> None:
+        api.monitor.start()
+        async with engine(owner=owner) as server:
+            worker = api.registry.add(spec(P, server.url))
+            await until(api.registry, lambda: worker.usable)
+            listing = await api.get("/v1/models")
+            alone = await api.get("/v1/models/tiny")
+        root = {"root": "/models/tiny"} if owner == "vllm" else {}
+        ours = {"id": "tiny", "object": "model", "created": 0, "owned_by": "self_hosted"}
+        assert listing.json["data"] == [ours | root | {"max_model_len": 2048}]
+        assert alone.json == listing.json["data"][0]
         missing = await api.get("/v1/models/c")
         assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
 

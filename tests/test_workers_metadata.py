@@ -97,6 +97,7 @@ async def test_an_sglang_worker_is_described_as_the_peer_does() -> None:
     )
     assert (found.model_ids, found.runtime) == (("tiny",), "sglang")
     assert (found.disaggregation_mode, found.bootstrap_port) == ("prefill", 8998)
+    assert found.listed == tuple(MODELS["data"])
 
 
 async def test_older_versions_have_other_paths() -> None:
@@ -141,6 +142,7 @@ async def test_a_vllm_worker_is_described_as_the_peer_does() -> None:
             "version": "0.32.0",
         },
         runtime="vllm",
+        listed=tuple(VLLM_MODELS["data"]),
     )
     assert site.asked == ["/v1/models", "/version"]
 

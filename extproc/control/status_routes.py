@@ -45,13 +45,18 @@ class StatusRoutes:
         models = self._registry.models()
         if not models:
             return fault(503, "no_models_available", "No models available")
-        return reply({"object": "list", "data": [_model(model) for model in models]})
+        return reply({"object": "list", "data": [self._entry(model) for model in models]})
 
     async def _model(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
         if model not in self._registry.models():
             return fault(404, "model_not_found", f"The model `{model}` does not exist")
-        return reply(_model(model))
+        return reply(self._entry(model))
+
+    def _entry(self, model: str) -> dict[str, object]:
+        """A model as its worker lists it (``root``, ``max_model_len``, ...), but that it is this gateway's."""
+        ours = {"id": model, "object": "model", "owned_by": "self_hosted"}
+        return {"created": 0, **self._registry.listed(model), **ours}
 
     async def _loads(self, _request: web.Request) -> web.Response:
         """What this gateway has under way per worker; the engines' own figures are not asked for."""
@@ -75,7 +80,3 @@ class StatusRoutes:
                 "aggregate": {"total_running_reqs": total, "total_reqs": total},
             }
         )
-
-
-def _model(model: str) -> dict[str, object]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "self_hosted"}

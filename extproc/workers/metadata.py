@@ -69,6 +69,7 @@ class Metadata:
     disaggregation_mode: str | None = None
     bootstrap_port: int | None = None
     takes_token_ids: bool = False  # see Worker
+    listed: tuple[Mapping[str, object], ...] = ()  # see Worker
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
@@ -148,6 +149,7 @@ def _of_vllm(models: Sequence[Mapping[str, object]], version: Mapping[str, objec
         cards=tuple(_card(entry, {"is_generation": True}) for entry in models),
         labels=_labels(said, tuple(said)) | _labels(first, ("max_model_len",)),
         runtime="vllm",
+        listed=tuple(models),
     )
 
 
@@ -173,6 +175,7 @@ def _assemble(
         runtime=runtime,
         disaggregation_mode=mode if isinstance(mode, str) and mode else None,
         bootstrap_port=port if type(port) is int and 0 < port < 65536 else None,
+        listed=tuple(models),
     )
 
 

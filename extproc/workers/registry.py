@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -135,6 +135,11 @@ class Registry:
         """Every model id that a registered worker, in whatever state, is known to serve."""
         return tuple(self._known())
 
+    def listed(self, model: str) -> Mapping[str, object]:
+        """What the first worker that lists ``model`` in its own ``/v1/models`` says of it; empty when none does."""
+        entries = (entry for record in self._records.values() for entry in record.worker.listed)
+        return next((entry for entry in entries if entry["id"] == model), {})
+
     def readiness(self) -> Readiness:
         """Whether a request could be served now, and if not, why."""
         if self._readiness is None:
@@ -221,6 +226,7 @@ class Registry:
         worker.labels = {**found.labels, **spec.labels}
         worker.runtime = spec.runtime or found.runtime or worker.runtime
         worker.takes_token_ids = found.takes_token_ids
+        worker.listed = found.listed
         if not spec.cards:
             worker.cards = found.cards
             worker.model_ids = found.model_ids

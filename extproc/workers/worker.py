@@ -160,6 +160,8 @@ class Worker:
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()
+    # The entries of its own ``/v1/models``, each with an ``id``.
+    listed: tuple[Mapping[str, object], ...] = ()
     name: str = field(init=False)  # the URL as text, made once
     pairing: Pairing = field(init=False)  # plain, because the request path compares it
 
