@@ -296,8 +296,9 @@ def test_the_launch_commands_mean_what_is_said():
     assert mooncake.prefill_kv_engine_id == ("prefill-0-1",)
 
 
-def test_the_file_of_the_vllm_guide_is_accepted(tmp_path):
-    (text,) = re.findall(r"```yaml\n(.*?)```", VLLM, re.DOTALL)
+@pytest.mark.parametrize("name", ["README.md", "vllm.md"])
+def test_the_file_of_a_guide_is_accepted(name, tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", GUIDES[name], re.DOTALL)
     (tmp_path / "gateway.yaml").write_text(text)
     settings = settings_of(f"pd-extproc launch --config {tmp_path}/gateway.yaml")
     assert settings.pd_disaggregation
