@@ -192,7 +192,7 @@ class Settings(BaseModel):
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY
     kv_missing: Annotated[KvMissing, Option(
-        Group.FAILURES, "prefill gave nothing to fetch: recompute or fail", "NAME")
+        Group.FAILURES, "NIXL, Mooncake: nothing to fetch: recompute or fail", "NAME")
     ] = KvMissing.RECOMPUTE
     retry_released: Annotated[bool, Option(
         Group.FAILURES, "also when the decode leg is under way")] = True

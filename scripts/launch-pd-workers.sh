@@ -313,7 +313,8 @@ show_gateway() {
   local -a launch=(pd-extproc launch --pd-disaggregation)
   local worker
   if [[ $engine == vllm && $scheme == http ]]; then
-    echo "# The gateway. vLLM's HTTP server does not tell its connector: start without workers, then register them."
+    echo "# The gateway (README.md: where pd-extproc is). vLLM's HTTP server does not tell its connector: start without workers, then"
+    echo "# register them, and again after every restart of the gateway."
     show "${launch[@]}" --host 0.0.0.0 --port "$GATEWAY_PORT"
     for worker in "${!names[@]}"; do show_registration "$worker"; done
     [[ $KV_BACKEND == nixl ]] ||
@@ -324,7 +325,7 @@ show_gateway() {
     launch+=("--${roles[$worker]}" "$(address "$worker")")
     [[ -z ${bootstrap_ports[$worker]} ]] || launch+=("${bootstrap_ports[$worker]}")
   done
-  echo "# The gateway."
+  echo "# The gateway (README.md: where pd-extproc is)."
   if [[ $scheme == grpc ]]; then
     echo "# pd-extproc does not serve gRPC workers yet and refuses this line; smg launch takes the same options."
     launch+=(--model-path "$model")
