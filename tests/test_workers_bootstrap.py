@@ -83,7 +83,7 @@ class TestVllm:
             await server.stop_bootstrap()
             worker = f.registry.add(spec(P, server.url, kv=KvConfig(NIXL), bootstrap_port=server.bootstrap_port))
             await until(f.registry, lambda: worker.usable)
-            assert f.registry.trouble(worker) == ""
+            assert f.registry.trouble(worker) == "bootstrap_port is of no effect with NixlConnector"
             assert worker.kv_engines == ()
 
     async def test_a_connector_on_an_sglang_server_keeps_it_out(self) -> None:

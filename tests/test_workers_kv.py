@@ -111,7 +111,7 @@ def test_what_is_said_of_a_connector(name: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("role", "said", "given", "message"),
     [
-        (Role.PREFILL, KvConfig("MultiConnector"), None, "give that one's name, or the engine's kv_transfer_config (a field"),
+        (Role.PREFILL, KvConfig("MultiConnector"), None, "give that one's name, or the engine's kv_transfer_"),
         (
             Role.PREFILL,
             KvConfig(),
