@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -101,8 +102,8 @@ def test_parameters_of_the_pairs_own_edits_are_the_ones_that_are_capped():
 def test_parameters_keep_the_bytes_of_what_is_not_edited():
     raw = b'{"token_ids":[1], "sampling_params" : { "top_p":1.0e0 ,"max_tokens" : 1e2, "seed":9007199254740993 }}'
     assert leg(INFERENCE_GENERATE, raw) == (
-        b'{"token_ids":[1],"sampling_params" : '
-        b'{"top_p":1.0e0,"max_tokens" : 1,"seed":9007199254740993,"ignore_eos":true}}'
+        b'{"token_ids":[1], "sampling_params" : '
+        b'{"top_p":1.0e0 ,"max_tokens" : 1,"seed":9007199254740993,"ignore_eos":true}}'
     )
 
 
@@ -113,6 +114,19 @@ def test_a_cap_that_occurs_twice_is_set_twice():
 def test_a_cap_inside_an_object_that_the_api_does_not_know_is_set_too():
     made = json.loads(leg(CHAT, {"messages": MESSAGES, "sampling_params": {"max_tokens": 9, "min_tokens": 4}}))
     assert made["sampling_params"] == {"max_tokens": 1, "ignore_eos": True}
+
+
+def test_parameters_are_made_once_for_all_legs_of_a_list_of_prompts(monkeypatch):
+    body = {"prompt": ["a", "b", "c"], "sampling_params": [{"max_tokens": 9, "top_k": 3}] * 5}
+    request = InferenceRequest.read(COMPLETIONS, json.dumps(body).encode())
+    read = Mock(side_effect=JsonObject)
+    monkeypatch.setattr("extproc.handoff.one_token.JsonObject", read)
+    for prompt in body["prompt"]:
+        edits = Edits({"prompt": json.dumps(prompt).encode()})
+        made = json.loads(request.body.edited(*one_token(request, edits, keep_prompt_logprobs=False)))
+        assert made["prompt"] == prompt
+        assert made["sampling_params"] == [{"max_tokens": 1, "top_k": 3, "ignore_eos": True}] * 5
+    assert read.call_count == 1 + 5  # the list and what it holds
 
 
 @pytest.mark.parametrize("value", [7, "a", [7, None, [{}]]])

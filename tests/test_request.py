@@ -114,6 +114,28 @@ def test_what_cannot_be_served_is_refused_by_name(api, body, code, param):
     assert refused.value.status == 400
 
 
+MANY = b",".join([b'"a":1'] * 1001)
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        MANY,
+        b'"sampling_params":{%b}' % MANY,
+        b'"sampling_params":[{},{%b}]' % MANY,
+        b'"sampling_params":{"extra_args":{%b}}' % MANY,
+        b'"vllm_xargs":{%b}' % MANY,
+    ],
+    ids=["body", "sampling_params", "one of sampling_params", "extra_args", "vllm_xargs"],
+)
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS, GENERATE])
+def test_objects_of_more_members_than_any_has_are_refused_before_they_are_edited_leg_by_leg(api, member):
+    prompt = b'"%b":["a","b"]' % api.prompt_keys[0].encode()
+    with pytest.raises(GatewayError, match="more than 1000 members") as refused:
+        read(api, b"{%b,%b}" % (prompt, member))
+    assert refused.value.fault.code == "invalid_json"
+
+
 def test_duplicates_of_fields_that_decide_nothing_are_the_engines_business():
     assert read(CHAT, b'{"messages":[],"temperature":0,"temperature":1}').samples == 1
 

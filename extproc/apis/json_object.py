@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import re
 from codecs import utf_8_decode
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
 
+from extproc.apis.members import MOST_MEMBERS, Spans, all_members, spans_of, too_many
 from extproc.errors import GatewayError
 
 _SLICES: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _PIECE: Final = 1 << 15  # bytes
-_MOST_MEMBERS: Final = 1000  # at the top level; no API has a tenth of that, and each costs time that others wait
-_WS: Final = rb"[ \t\n\r]*"
-_STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-_OPEN: Final = re.compile(_WS + rb"\{")
-_KEY: Final = re.compile(rb"[ \t\n\r,]*(" + _STRING + rb")" + _WS + rb":" + _WS)
-_CLOSE: Final = re.compile(_WS + rb"\}" + _WS + rb"\Z")
-_SCALAR: Final = re.compile(_STRING + rb"|[^\s,\[\]{}\"]+", re.DOTALL)
-# Everything up to the next bracket that is not inside a string.
-_TO_BRACKET: Final = re.compile(rb'[^"\[\]{}]*(?:' + _STRING + rb'[^"\[\]{}]*)*', re.DOTALL)
+_SURELY_FEW: Final = 5 * MOST_MEMBERS  # bytes that cannot hold more: a member takes at least those of `"":1,`
+_LONG: Final = 1 << 15  # bytes from which members are counted while they are read; that costs 0.2 µs each
+_BRACE: Final = ord("{")
+_NONE: Final[frozenset[str]] = frozenset()
 
 
 class Edits(NamedTuple):
@@ -68,28 +65,35 @@ class JsonObject:
         raw: the whole document, UTF-8.
 
     Raises:
-        GatewayError: ``invalid_json`` when ``raw`` is empty, not UTF-8, not JSON, or not an object.
+        GatewayError: ``invalid_json`` when ``raw`` is empty, not UTF-8, not JSON, not an object, or one of more than
+            1000 members, where duplicates count, too.
     """
 
-    __slots__ = ("_known_spans", "_values", "raw")
+    __slots__ = ("_keys", "_spans", "_values", "raw")
 
     def __init__(self, raw: bytes) -> None:
         if not raw:
             raise GatewayError("invalid_json", "JSON syntax error: the request body is empty")
+        self.raw = raw
+        self._keys: Collection[str] = ()  # of all members, like their spans, once they are needed
+        self._spans: Spans | None = None
         try:
             if not raw.isascii():
                 _check_utf8(raw)  # slicing does not look into strings
-            self._values = _SLICES.decode(raw)
+            if len(raw) < _LONG:
+                self._values = _SLICES.decode(raw)
+                if len(raw) >= _SURELY_FEW:
+                    self._locate()
+            else:
+                self._keys, slices = all_members(raw)
+                self._values = dict(zip(self._keys, slices, strict=True))
+                self._spans = spans_of(raw, self._keys, slices)
         except msgspec.ValidationError:
             raise GatewayError("invalid_json", "the request body must be a JSON object") from None
         except RecursionError:
             raise GatewayError("invalid_json", "JSON syntax error: nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GatewayError("invalid_json", f"JSON syntax error: {error}") from None
-        if len(self._values) > _MOST_MEMBERS:
-            raise GatewayError("invalid_json", f"the request body has more than {_MOST_MEMBERS} members")
-        self.raw = raw
-        self._known_spans: list[tuple[int, int, int]] | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -116,6 +120,14 @@ class JsonObject:
         value = self._values.get(key)
         return 0 if value is None else memoryview(value)[0]
 
+    def object_of(self, key: str) -> JsonObject | None:
+        """The object that is the value of ``key``; None when it is anything else, or absent.
+
+        Raises:
+            GatewayError: as for this object.
+        """
+        return JsonObject(bytes(self._values[key])) if self.first_byte(key) == _BRACE else None
+
     def match(self, key: str, pattern: re.Pattern[bytes]) -> bytes:
         """What ``pattern`` matches at the beginning of ``key``'s value; empty when it does not."""
         found = pattern.match(memoryview(self._values[key]))
@@ -129,15 +141,13 @@ class JsonObject:
         """The distinct top-level keys, in the order of their first occurrence."""
         return self._values.keys()
 
-    def duplicated(self) -> set[str]:
-        """The keys that occur more than once at the top level (usually none: then this costs one regex step a key)."""
-        if self._spans() is not None:
-            return set()
-        seen: set[str] = set()
-        twice: set[str] = set()
-        for key, _, _, _ in self._members():
-            (twice if key in seen else seen).add(key)
-        return twice
+    def duplicated(self) -> frozenset[str]:
+        """The keys that occur more than once at the top level (usually none)."""
+        if self._spans is None:
+            self._locate()
+        if len(self._keys) == len(self._values):
+            return _NONE
+        return frozenset(key for key, times in Counter(self._keys).items() if times > 1)
 
     def edited(self, put: Mapping[str, bytes], drop: Collection[str] = (), members: bytes = b"") -> bytes:
         """The document with members set, removed and added; the other members' bytes are as they were.
@@ -155,15 +165,20 @@ class JsonObject:
         if len(fresh) == len(put) and not any(key in values for key in drop):
             return self._with_members(appended)
         view = memoryview(self.raw)
+        spans = self._spans or self._locate()
         pieces: list[bytes | memoryview] = []
-        for key, start, value, end in self._members():
-            if key in drop:
-                continue
-            pieces.append(b"," if pieces else b"{")
+        kept = 0  # the first member that no piece has yet
+        for member, key in enumerate(self._keys):
             if key in put:
-                pieces += view[start:value], put[key]
+                pieces += b"," if pieces else b"{", view[spans[kept][0] : spans[member][1]], put[key]
+            elif key in drop:
+                if kept < member:
+                    pieces += b"," if pieces else b"{", view[spans[kept][0] : spans[member - 1][2]]
             else:
-                pieces.append(view[start:end])
+                continue
+            kept = member + 1
+        if kept < len(spans):
+            pieces += b"," if pieces else b"{", view[spans[kept][0] : spans[-1][2]]
         if appended:
             pieces += b"," if pieces else b"{", appended
         elif not pieces:
@@ -179,80 +194,19 @@ class JsonObject:
         separator = b"," if self._values else b""
         return b"".join((memoryview(raw)[:end], separator, members, b"}"))
 
-    def _spans(self) -> list[tuple[int, int, int]] | None:
-        """(key's start, value's start, value's end) of every member, stepping over values by their known lengths.
-
-        None when a key is duplicated: the dict then lacks a member. Each step checks that the value is where it is
-        expected (no JSON value begins with another one), so it cannot go astray into a text that looks like members.
-        """
-        if self._known_spans is None:
-            self._known_spans = self._plain_spans() or self._spaced_spans()
-        return self._known_spans
-
-    def _plain_spans(self) -> list[tuple[int, int, int]] | None:
-        """The spans of a document laid out as writers do: plain keys, one blank or none behind ``:`` and ``,``.
-
-        None when it is not, or when a key is duplicated. This is asked of every request; it takes a third of the time
-        of the patterns that follow any layout.
-        """
-        raw = self.raw
-        at = raw.startswith
-        if not at(b'{"'):
-            return None
-        spans = []
-        position = 1
-        for key, value in self._values.items():
-            colon = position + len(key) + 1
-            if at(b'": ', colon):
-                start = colon + 3
-            elif at(b'":', colon):
-                start = colon + 2
-            else:
-                return None
-            view = memoryview(value)
-            if not at(view, start):
-                return None
-            end = start + len(view)
-            spans.append((position, start, end))
-            if at(b', "', end):
-                position = end + 2
-            elif at(b',"', end):
-                position = end + 1
-            else:
-                position = len(raw)  # the last one, or a layout of another kind
-        return spans if end == len(raw) - 1 and len(spans) == len(self._values) else None
-
-    def _spaced_spans(self) -> list[tuple[int, int, int]] | None:
-        """The spans of a document of any layout; None when a key is duplicated."""
-        raw = self.raw
-        opened = _OPEN.match(raw)
-        position = opened.end() if opened else 0
-        spans = []
-        for value in self._values.values():
-            key = _KEY.match(raw, position)
-            if key is None:
-                return None
-            start = key.end()
-            view = memoryview(value)
-            if not raw.startswith(view, start):
-                return None
-            position = start + len(view)
-            spans.append((key.start(1), start, position))
-        return spans if _CLOSE.match(raw, position) else None
-
-    def _members(self) -> Iterator[tuple[str, int, int, int]]:
-        """All members, duplicates too, as (key, key's start, value's start, value's end)."""
-        spans = self._spans()
-        if spans is not None:
-            for key, (start, value, end) in zip(self._values, spans, strict=True):
-                yield key, start, value, end
-            return
-        raw = self.raw
-        opened = _OPEN.match(raw)
-        position = opened.end() if opened else 0
-        while match := _KEY.match(raw, position):
-            position = _value_end(raw, match.end())
-            yield str(orjson.loads(match[1])), match.start(1), match.end(), position
+    def _locate(self) -> Spans:
+        """Find the spans of all members. Raises GatewayError when there are too many."""
+        raw, values = self.raw, self._values
+        if len(values) > MOST_MEMBERS:
+            raise too_many()
+        keys: Collection[str] = values
+        spans = spans_of(raw, values, values.values())
+        if spans is None:  # a key is duplicated, of which ``values`` has the last one only
+            keys, slices = all_members(raw)
+            spans = spans_of(raw, keys, slices)
+            assert spans is not None, "these are all members"
+        self._keys, self._spans = keys, spans
+        return spans
 
 
 def _check_utf8(raw: bytes) -> None:
@@ -273,20 +227,3 @@ def _decoded(value: msgspec.Raw) -> Any:
         return orjson.loads(memoryview(value))
     except orjson.JSONDecodeError as error:
         raise GatewayError("invalid_json", f"JSON syntax error: {error}") from None
-
-
-def _value_end(raw: bytes, start: int) -> int:
-    """Where the JSON value that begins at ``start`` of a valid document ends."""
-    if raw[start] not in b"{[":
-        scalar = _SCALAR.match(raw, start)
-        assert scalar is not None, "the document was validated"
-        return scalar.end()
-    depth = 0
-    position = start
-    while True:
-        gap = _TO_BRACKET.match(raw, position)
-        assert gap is not None, "the pattern matches the empty string"
-        position = gap.end() + 1
-        depth += 1 if raw[gap.end()] in b"{[" else -1
-        if depth == 0:
-            return position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from extproc.apis.json_object import JsonObject
@@ -51,7 +52,9 @@ _DECISIVE: Final = CONTROL_FIELDS | {
     "seed",
 }
 # Objects whose members vLLM gives to its scheduler as they are: there the same fields can hide, and kill the engine.
-_PASSED_THROUGH: Final = (("vllm_xargs", None), ("sampling_params", "extra_args"))
+_XARGS: Final = "vllm_xargs"
+_SAMPLING: Final = "sampling_params"
+_EXTRA: Final = "extra_args"  # of these
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 MAX_PROMPTS: Final = 1024  # vLLM's limit (VLLM_MAX_COMPLETION_PROMPTS); each may be a pair of legs
 MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs here
@@ -94,7 +97,8 @@ class InferenceRequest(NamedTuple):
             key = min(decisive)
             raise GatewayError("duplicate_parameter", f"`{key}` occurs more than once in the body", param=key)
         _require_prompt(api, body)
-        _refuse_hidden_transfers(body)
+        sampling = _sampling(body)
+        _refuse_hidden_transfers(body, sampling)
         if api is RESPONSES and body.get("background"):
             raise GatewayError("invalid_type", "`background` cannot be served by a pair of legs", param="background")
         return cls(
@@ -102,22 +106,31 @@ class InferenceRequest(NamedTuple):
             body,
             model=_typed(body, "model", str),
             stream=_typed(body, "stream", bool) or False,
-            samples=_samples(api, body),
+            samples=_samples(api, body, sampling),
             prompts=_prompts(api, body),
             prompt_logprobs=_wants_prompt_logprobs(api, body),
         )
 
 
-def _refuse_hidden_transfers(body: JsonObject) -> None:
-    for key, inner in _PASSED_THROUGH:
-        if body.first_byte(key) != _BRACE:
-            continue
-        value = body.get(key)
-        held = value if inner is None else value.get(inner)
-        for transfer in _TRANSFERS if isinstance(held, dict) else ():
-            if transfer in held:
-                name = f"{key}.{transfer}" if inner is None else f"{key}.{inner}.{transfer}"
-                raise GatewayError("invalid_type", f"`{name}` is not a client's to set", param=name)
+def _sampling(body: JsonObject) -> list[JsonObject]:
+    """The objects of ``sampling_params``, of which SGLang takes a list, too."""
+    first = body.first_byte(_SAMPLING)
+    if first == _BRACKET:
+        return [JsonObject(item) for item in body.items_of(_SAMPLING) if item[0] == _BRACE]
+    params = body.object_of(_SAMPLING) if first == _BRACE else None
+    return [] if params is None else [params]
+
+
+def _refuse_hidden_transfers(body: JsonObject, sampling: Sequence[JsonObject]) -> None:
+    if not sampling and _XARGS not in body:
+        return  # most requests
+    passed = [(_XARGS, body.object_of(_XARGS))]
+    passed += [(f"{_SAMPLING}.{_EXTRA}", params.object_of(_EXTRA)) for params in sampling]
+    for name, held in passed:
+        for transfer in _TRANSFERS:
+            if held is not None and transfer in held:
+                param = f"{name}.{transfer}"
+                raise GatewayError("invalid_type", f"`{param}` is not a client's to set", param=param)
 
 
 def _typed(body: JsonObject, key: str, kind: type) -> Any:
@@ -155,19 +168,18 @@ def _require_prompt(api: Api, body: JsonObject) -> None:
         raise GatewayError("invalid_type", f"only one of `{'`, `'.join(found)}` may be given", param=found[1])
 
 
-def _samples(api: Api, body: JsonObject) -> int:
+def _samples(api: Api, body: JsonObject, sampling: Sequence[JsonObject]) -> int:
     if api.samples_key is None:
         return 1
-    name = api.samples_key if api.samples_in is None else f"{api.samples_in}.{api.samples_key}"
+    name = api.samples_key
     if api.samples_in is None:
-        value = body.get(api.samples_key)
+        value = body.get(name)
     else:
-        holder = body.get(api.samples_in)
-        holders = holder if isinstance(holder, list) else [holder]
-        values = {repr(one.get(api.samples_key) or 1) for one in holders if isinstance(one, dict)}
-        if len(values) > 1:
+        values = [params.get(name) for params in sampling]
+        name = f"{api.samples_in}.{name}"
+        if len({repr(value or 1) for value in values}) > 1:
             raise GatewayError("invalid_type", f"`{name}` must be the same for all prompts", param=name)
-        value = next((one.get(api.samples_key) for one in holders if isinstance(one, dict)), None)
+        value = values[0] if values else None
     if value is None:
         return 1
     if type(value) is not int or not 1 <= value <= MAX_SAMPLES:

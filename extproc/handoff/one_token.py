@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from extproc.apis.json_object import NO_EDITS, Edits, JsonObject
@@ -123,6 +124,7 @@ def one_token(request: InferenceRequest, edits: Edits = NO_EDITS, *, keep_prompt
     return Edits(put, drop.difference(put))
 
 
+@lru_cache(1)  # the legs of a list of prompts, up to 1024, have the same
 def _sampling(rule: _Rule, raw: bytes, *, logprobs: bool) -> bytes:
     """``sampling_params``, or the list of them that belongs to a list of prompts."""
     if raw[0] != _BRACKET:

@@ -64,8 +64,8 @@ def is_scoring(request: InferenceRequest) -> bool:
     """Whether the answer ends with the prefill: at most one token is asked for."""
     body, keys = request.body, _CAPS.get(request.api, ())
     if request.api is INFERENCE_GENERATE:
-        params = body.get("sampling_params")
-        caps = [params.get("max_tokens")]
+        params = body.object_of("sampling_params")
+        caps = [] if params is None else [params.get("max_tokens")]
     else:
         caps = [body.get(key) for key in keys]
     cap = next((cap for cap in caps if cap is not None), None)

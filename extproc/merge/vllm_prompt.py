@@ -47,7 +47,6 @@ _OF_ANSWER: Final = (_KEY, "prompt_token_id_logprobs")
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 # What an echo's prompt part is made by, so that it stays in the prefill leg.
 _OF_ECHO: Final = ("echo", "logprobs", _KEY, "return_token_ids", "return_tokens_as_token_ids")
-_BRACE: Final = ord("{")
 
 
 def wants_prompt_logprobs(request: InferenceRequest) -> bool:
@@ -59,8 +58,9 @@ def wants_prompt_logprobs(request: InferenceRequest) -> bool:
     """
     body = request.body
     if request.api is INFERENCE_GENERATE:
-        params = body.get(_SAMPLING) if body.first_byte(_SAMPLING) == _BRACE else {}
-        return not request.stream and any(params.get(key) is not None for key in _IN_SAMPLING[:2])
+        params = body.object_of(_SAMPLING)
+        wanted = params is not None and any(params.get(key) is not None for key in _IN_SAMPLING[:2])
+        return wanted and not request.stream
     if request.api not in (CHAT, COMPLETIONS):
         return False
     number = body.get(_KEY) if _KEY in body else None
