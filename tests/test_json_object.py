@@ -192,6 +192,17 @@ def test_what_follows_too_many_members_of_a_long_body_is_not_even_read(members):
         JsonObject(b"{" + members(1001) + b",never read" + b" " * 40_000)
 
 
+@pytest.mark.parametrize("item", [b'"a"', b"[1, 2]", b"7", b'"%b"' % (b"a" * 99)])
+@pytest.mark.parametrize("space", [b"", b" "])
+def test_a_list_is_taken_apart_up_to_its_limit(item, space):
+    most = [item] * 1024
+    assert JsonObject(b'{"p":[%b]}' % (space + b"," + space).join(most)).items_of("p") == most
+    assert JsonObject(b'{"p":[ ]}').items_of("p") == []
+    with pytest.raises(GatewayError, match="`p` must not hold more than 1024") as refused:
+        JsonObject(b'{"p":[%b]}' % (space + b"," + space).join([*most, item])).items_of("p")
+    assert (refused.value.fault.code, refused.value.param) == ("invalid_type", "p")
+
+
 def test_an_object_inside_is_limited_as_its_holder_is():
     body = JsonObject(b'{"few":{"a":1},"many":{' + alike(1001) + b'},"list":[]}')
     few = body.object_of("few")

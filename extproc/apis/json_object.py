@@ -23,6 +23,16 @@ from extproc.errors import GatewayError
 
 _SLICES: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+MOST_ITEMS: Final = 1024  # of a list that is taken apart
+# Reads such a list, and no further than to an item too many.
+_FEW_ITEMS: Final = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_FewItems",
+        [(f"item{number}", msgspec.Raw, None) for number in range(MOST_ITEMS)],
+        array_like=True,
+        forbid_unknown_fields=True,
+    )
+)
 _PIECE: Final = 1 << 15  # bytes
 _SURELY_FEW: Final = 5 * MOST_MEMBERS  # bytes that cannot hold more: a member takes at least those of `"":1,`
 _LONG: Final = 1 << 15  # bytes from which members are counted while they are read; that costs 0.2 µs each
@@ -134,8 +144,21 @@ class JsonObject:
         return found[0] if found else b""
 
     def items_of(self, key: str) -> list[bytes]:
-        """The raw elements of the list that is the value of ``key``."""
-        return [bytes(item) for item in _ITEMS.decode(memoryview(self._values[key]))]
+        """The raw elements of the list that is the value of ``key``.
+
+        Raises:
+            GatewayError: ``invalid_type`` for more than MOST_ITEMS, of which the rest is not read.
+        """
+        view = memoryview(self._values[key])
+        if len(view) <= 2 * MOST_ITEMS:
+            return [bytes(item) for item in _ITEMS.decode(view)]
+        try:
+            few = _FEW_ITEMS.decode(view)
+        except msgspec.ValidationError:
+            raise GatewayError(
+                "invalid_type", f"`{key}` must not hold more than {MOST_ITEMS} items", param=key
+            ) from None
+        return [bytes(item) for item in msgspec.structs.astuple(few) if item is not None]
 
     def keys(self) -> Collection[str]:
         """The distinct top-level keys, in the order of their first occurrence."""

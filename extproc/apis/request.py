@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from extproc.apis.json_object import JsonObject
+from extproc.apis.json_object import MOST_ITEMS, JsonObject
 from extproc.apis.table import COMPLETIONS, GENERATE, RESPONSES, STORED_RESPONSES, Api
 from extproc.errors import GatewayError
 
@@ -56,7 +56,7 @@ _XARGS: Final = "vllm_xargs"
 _SAMPLING: Final = "sampling_params"
 _EXTRA: Final = "extra_args"  # of these
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
-MAX_PROMPTS: Final = 1024  # vLLM's limit (VLLM_MAX_COMPLETION_PROMPTS); each may be a pair of legs
+MAX_PROMPTS: Final = MOST_ITEMS  # vLLM's limit (VLLM_MAX_COMPLETION_PROMPTS); each may be a pair of legs
 MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs here
 _QUOTE, _BRACKET, _BRACE = b'"[{'
 _LISTS: Final = {"messages": "a list of messages", "token_ids": "a list of token ids", "tokens": "a list of token ids"}
@@ -197,14 +197,8 @@ def _prompts(api: Api, body: JsonObject) -> int | None:
             raise GatewayError("invalid_type", f"`{key}` must not be an empty list", param=key)
         depth = opening.count(b"[")
         deep_enough = depth > 2 if key == "input_embeds" else depth > 1 or opening.endswith(b'"')
-        return _counted(key, len(body.items_of(key))) if deep_enough else None
+        return len(body.items_of(key)) if deep_enough else None
     return None
-
-
-def _counted(key: str, prompts: int) -> int:
-    if prompts > MAX_PROMPTS:
-        raise GatewayError("invalid_type", f"`{key}` must not hold more than {MAX_PROMPTS} prompts", param=key)
-    return prompts
 
 
 def _wants_prompt_logprobs(api: Api, body: JsonObject) -> bool:
