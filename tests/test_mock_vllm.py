@@ -540,6 +540,35 @@ async def test_the_budget_is_cut_to_the_context() -> None:
         assert (await ask(small, COMPLETIONS, body | {"prompt": list(range(5, 25))})).status == 400
 
 
+async def test_a_prompt_is_cut_at_its_beginning_and_a_leg_of_one_token_leaves_room_for_it() -> None:
+    ids = list(range(5, 45))
+    async with VllmMock("aggregated", max_model_len=20) as small:
+
+        async def prompt_tokens(path: str, **fields: Any) -> Any:
+            answer = await ask(small, path, REQUESTS[path] | fields)
+            assert answer.status == 200, answer.body
+            usage = answer.json["usage"]
+            return usage["input_tokens" if path == RESPONSES else "prompt_tokens"]
+
+        fit = {"prompt": ids, "truncate_prompt_tokens": -1}
+        assert await prompt_tokens(COMPLETIONS, **fit) == 19
+        assert await prompt_tokens(COMPLETIONS, **fit, echo=True, max_tokens=0) == 20
+        assert await prompt_tokens(COMPLETIONS, prompt=ids, truncate_prompt_tokens="7") == 7
+        kept = REQUESTS[COMPLETIONS] | {"prompt": ids, "truncate_prompt_tokens": 7, "return_token_ids": True}
+        assert (await ask(small, COMPLETIONS, kept)).json["choices"][0]["prompt_token_ids"] == ids[-7:]
+        long = [{"role": "user", "content": "many words " * 20}]
+        assert await prompt_tokens(CHAT, messages=long, truncate_prompt_tokens="-1") == 19
+        assert await prompt_tokens(RESPONSES, input="many words " * 20, truncation="auto") == 19
+        assert (await ask(small, CHAT, REQUESTS[CHAT] | {"messages": long})).status == 400
+        for path, fields in [
+            (CHAT, {"truncate_prompt_tokens": 21}),
+            (COMPLETIONS, {"truncate_prompt_tokens": -2}),
+            (RESPONSES, {"truncation": "maybe"}),
+            (RESPONSES, {"truncation": None}),  # which the request may say, but not the answer
+        ]:
+            assert (await ask(small, path, REQUESTS[path] | fields)).status == 400
+
+
 async def test_samples_differ_and_need_a_temperature(pair: Pair) -> None:
     body = REQUESTS[CHAT] | {"n": 2}
     texts = [choice["message"]["content"] for choice in (await ask(pair.aggregated, CHAT, body)).json["choices"]]

@@ -10,6 +10,7 @@ Source: vllm 0.32 entrypoints/openai/*/protocol.py, entrypoints/anthropic/protoc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
@@ -29,6 +30,7 @@ _CAPS: Final = {
     COMPLETIONS: ("max_tokens",),
     MESSAGES: ("max_tokens",),
 }
+_MINUS_ONE: Final = re.compile(r"-(?:0[0_]*)?1(?:\.0+)?")  # what pydantic takes for it in a string
 _SCORING: Final = (0, 1)
 _NOTHING: Final[frozenset[str]] = frozenset()
 _BRACKET: Final = ord("[")
@@ -76,8 +78,11 @@ def _truncates(request: InferenceRequest) -> bool:
     """Whether the engine is to cut the prompt by what the output leaves of the context, which differs by leg."""
     body = request.body
     if request.api is RESPONSES:
-        return "truncation" in body and body.get("truncation") == "auto"
-    return "truncate_prompt_tokens" in body and body.get("truncate_prompt_tokens") == -1
+        return "truncation" in body and body.get("truncation") != "disabled"
+    if request.api not in (CHAT, COMPLETIONS) or "truncate_prompt_tokens" not in body:
+        return False
+    most = body.get("truncate_prompt_tokens")
+    return bool(_MINUS_ONE.fullmatch(most.strip()) if isinstance(most, str) else most == -1)
 
 
 def several_sequences(request: InferenceRequest) -> bool:

@@ -52,6 +52,13 @@ class Prompt:
         """The text, or what the tokens read as."""
         return "".join(word(token) for token in self.ids) if self.ids is not None else self.text or ""
 
+    def end(self, most: int) -> Prompt:
+        """Its last tokens, at most so many."""
+        if self.ids is not None:
+            return Prompt(ids=self.ids[max(0, len(self.ids) - most) :])
+        text = self.text or ""
+        return Prompt(text[max(0, self.length - most) * _PIECE :])
+
     @property
     def digest(self) -> int:
         """32 bits that tell prompts apart."""

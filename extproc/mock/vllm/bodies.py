@@ -5,7 +5,7 @@ Validation is pydantic's, as in the engine, so the errors say the same.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictInt, field_validator
 
@@ -50,6 +50,7 @@ class Sampled(Routed):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool = False
     request_id: str | None = None
@@ -124,6 +125,7 @@ class Responses(Routed):
     tools: list[Any] = Field(default_factory=list)
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = "disabled"
     request_id: str | None = None
     user: str | None = None
 

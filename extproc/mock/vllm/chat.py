@@ -49,7 +49,7 @@ class ChatApi(OpenAiApi):
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         checks.budget(wanted, self.options, field)
-        own = chat_prompt(body.messages, body.tools)
+        own = checks.cut(chat_prompt(body.messages, body.tools), body.truncate_prompt_tokens, wanted, self.options)
         prompt = prompt_of(self, own, [message.content for message in body.messages], echo=body.echo)
         checks.told_length(prompt, self.options)
         room = self.options.max_model_len - prompt.length

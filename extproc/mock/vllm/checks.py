@@ -49,6 +49,21 @@ def budget(max_tokens: int | None, options: Options, field: str) -> None:
         raise RefusedError(message, field, max_tokens)
 
 
+def cut(prompt: Prompt, most: int | None, wanted: int | None, options: Options) -> Prompt:
+    """The end of the prompt, as ``truncate_prompt_tokens`` says: -1 leaves room for a token where any are wanted.
+
+    Source: vllm 0.32 renderers/params.py. Raises RefusedError for more tokens than the context has.
+    """
+    limit = options.max_model_len
+    if most is None:
+        return prompt
+    if most > limit:
+        message = f"truncate_prompt_tokens={most} cannot be greater than max_model_len = {limit}. "
+        message += "Please request a smaller truncation size."
+        raise RefusedError(message, "truncate_prompt_tokens", most)
+    return prompt.end(most if most >= 0 else limit - bool(wanted))
+
+
 def length(prompt: Prompt, options: Options) -> None:
     """Raise RefusedError for a text that exceeds the context."""
     limit = options.max_model_len

@@ -57,7 +57,8 @@ class CompletionApi(OpenAiApi):
         if not body.prompt:
             raise RefusedError("You must pass at least one prompt")
         read = prompts_of(body.prompt)
-        prompts = [read] if isinstance(read, Prompt) else read
+        whole = [read] if isinstance(read, Prompt) else read
+        prompts = [checks.cut(prompt, body.truncate_prompt_tokens, self._wanted, options) for prompt in whole]
         for prompt in prompts:
             checks.budget(self._wanted, options, "max_tokens")
             checks.length(prompt, options)

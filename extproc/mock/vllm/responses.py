@@ -21,6 +21,10 @@ _BACKGROUND = (
     "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
 )
 _TOO_LONG = "The engine prompt length {length} exceeds the max_model_len {limit}. Please reduce prompt."
+_NULL = (
+    "1 validation error for ResponsesResponse\ntruncation\n  Input should be 'auto' or 'disabled' "
+    "[type=literal_error, input_value=None, input_type=NoneType]"
+)
 
 
 class Store:
@@ -89,6 +93,8 @@ class ResponsesApi(Api):
             raise RefusedError(message, "response_id", kind=_INVALID, status=404, plain=True)
         checks.budget(body.max_output_tokens, self.options, "max_output_tokens")
         prompt = self._prompt()
+        if body.truncation is None and not body.stream:  # seen by the engine when it words the answer
+            raise RefusedError(_NULL, plain=True)
         room = self.options.max_model_len - prompt.length
         if room <= 0:
             message = _TOO_LONG.format(length=prompt.length, limit=self.options.max_model_len)
@@ -102,8 +108,10 @@ class ResponsesApi(Api):
         body = self._body
         contents = [body.input] if isinstance(body.input, str) else [_content(item) for item in body.input]
         text = "".join(content_text(content) for content in contents)
+        most = None if body.truncation == "disabled" else -1
         own = Prompt(f"{body.previous_response_id or ''}{body.instructions or ''}<user>{text}<assistant>")
         before = [text for text in (body.previous_response_id, body.instructions) if text]
+        own = checks.cut(own, most, body.max_output_tokens, self.options)
         return prompt_of(self, own, before + contents)
 
     def answer(self, batch: Batch) -> bytes:
@@ -112,6 +120,8 @@ class ResponsesApi(Api):
 
     def grown(self, sequence: Sequence) -> bytes:
         """The events for a sequence that has grown by a token or ended."""
+        if self._body.truncation is None:
+            raise InternalError(_NULL)
         events = b""
         piece = "".join(sequence.text.pieces[self._told : sequence.written])
         self._told = sequence.written
@@ -226,7 +236,7 @@ class ResponsesApi(Api):
             "status": status,
             "text": None,
             "top_logprobs": None,
-            "truncation": "disabled",
+            "truncation": body.truncation,
             "usage": None,
             "user": body.user,
             "presence_penalty": 0.0,
