@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,23 @@ def test_recordings_are_there() -> None:
 def test_a_merged_stream_has_one_id_and_one_created() -> None:
     chunks = events(answer_of(recording("list_stream_usage")))
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+@pytest.mark.parametrize("name", ["list", "list_echo_logprobs", "list_stream_usage", "list_echo_logprobs_stream"])
+def test_the_id_is_the_requests_whichever_prompt_is_answered_first(name: str, order: tuple[int, ...]) -> None:
+    recorded = recording(name)
+    answer = joined_answer(*request_of(recorded))
+    out = b""
+    for part in [part for part in order if part < len(recorded["legs"])]:
+        named = f'"id":"cmpl-one-1-{part}"' if part else '"id":"cmpl-one-1"'
+        prefill, decode = (re.sub('"id":"[^"]*"', named, recorded["legs"][part][leg]) for leg in ("prefill", "decode"))
+        out += answer.prefill_done(part, prefill.encode())
+        out += answer.decode_data(part, decode.encode())
+        out += answer.decode_done(part)
+    assert answer.complete
+    whole = events(out) if recorded["request"].get("stream") else [json.loads(out)]
+    assert {one["id"] for one in whole} == {"cmpl-one-1"}
 
 
 def feed_decode(answer: JoinedAnswer, recorded: Any, part: int) -> bytes:

@@ -233,6 +233,8 @@ class JoinedStream:
             return Event(encode(chunk), other).framed()
         if not self._identity:
             self._identity = {key: chunk[key] for key in ("id", "created") if key in chunk}
+            if self._joint.split is Split.PROMPTS and "id" in chunk:
+                self._identity["id"] = prompts.name_of_all(chunk["id"], part)
         chunk.update(self._identity)
         choices = [raw_object(choice, "a choice") for choice in raw_list(chunk.get("choices"), "`choices`")]
         if not choices:

@@ -35,6 +35,13 @@ def merged_once(answers: Sequence[RawObject]) -> RawObject:
     return merged
 
 
+def name_of_all(name: msgspec.Raw, part: int) -> msgspec.Raw:
+    """The id of the whole answer, made of the id of one prompt's: further parts are asked for as ``<id>-<index>``."""
+    suffix = b'-%d"' % part
+    text = bytes(name)
+    return msgspec.Raw(text.removesuffix(suffix) + b'"') if part and text.endswith(suffix) else name
+
+
 def _summed(parts: Sequence[RawObject]) -> RawObject:
     """Numbers added up, by key, and objects of them."""
     merged = {}
