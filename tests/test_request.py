@@ -19,6 +19,9 @@ from extproc.apis.table import (
 )
 from extproc.errors import GatewayError
 
+NO_STRINGS = (None, True, 7, [], {}, ["a"])
+# vLLM refuses these, too; its legs alone it would not: `["a"]` of the last but one is a prompt.
+MIXED_PROMPTS = ([[1, 2], "a"], ["a", [1]], ["a", 5], ["a", None], [[1], None], [[1], {}], [["a"], ["b"]], [[1], [[2]]])
 MESSAGE = [{"role": "user", "content": "hi"}]
 
 
@@ -41,6 +44,8 @@ def read(api, body):
         (COMPLETIONS, b'{"prompt":[ "a" ]}', 1, 1),
         (COMPLETIONS, {"prompt": ["a"] * 1024}, 1024, 1),
         (COMPLETIONS, {"prompt": [1] * 5000}, None, 1),
+        (COMPLETIONS, b'{"prompt":[ [ 1 ],[ ],\n[\t-2]]}', 3, 1),
+        (RESPONSES, {"input": "a", "request_id": ""}, None, 1),
         (GENERATE, {"text": "a"}, None, 1),
         (GENERATE, {"text": ["a", "b", "c"]}, 3, 1),
         (GENERATE, {"input_ids": [1, 2]}, None, 1),
@@ -94,6 +99,8 @@ def test_prompts_and_samples_are_counted(api, body, prompts, samples):
         (GENERATE, {"input_ids": [[1]] * 1025}, "invalid_type", "input_ids"),
         (GENERATE, {"text": "a", "sampling_params": [{}] * 1025}, "invalid_type", "sampling_params"),
         (RESPONSES, {"input": "a", "background": True}, "invalid_type", "background"),
+        *((RESPONSES, {"input": "a", "request_id": wrong}, "invalid_type", "request_id") for wrong in NO_STRINGS),
+        *((COMPLETIONS, {"prompt": mixed}, "invalid_type", "prompt") for mixed in MIXED_PROMPTS),
         (RERANK, {"query": "q"}, "missing_required_parameter", "documents"),
         (INFERENCE_GENERATE, {"sampling_params": {}}, "missing_required_parameter", "token_ids"),
         (INFERENCE_GENERATE, {"token_ids": "a", "sampling_params": {}}, "invalid_type", "token_ids"),

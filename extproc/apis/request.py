@@ -61,6 +61,8 @@ MAX_SAMPLES: Final = 128  # OpenAI's own limit; each sample is a pair of legs he
 _QUOTE, _BRACKET, _BRACE = b'"[{'
 _LISTS: Final = {"messages": "a list of messages", "token_ids": "a list of token ids", "tokens": "a list of token ids"}
 # How a list begins tells what it is a list of. Looking no further matters: a prompt may be a million token ids.
+_TEXT: Final = re.compile(rb'"')
+_TOKEN_IDS: Final = re.compile(rb'\[[ \t\n\r]*[^ \t\n\r"\[{]')
 _OPENING: Final = re.compile(rb'\[[ \t\n\r]*(?:\]|"|\[[ \t\n\r]*\[?)?')
 
 
@@ -99,8 +101,8 @@ class InferenceRequest(NamedTuple):
         _require_prompt(api, body)
         sampling = _sampling(body)
         _refuse_hidden_transfers(body, sampling)
-        if api is RESPONSES and body.get("background"):
-            raise GatewayError("invalid_type", "`background` cannot be served by a pair of legs", param="background")
+        if api is RESPONSES:
+            _check_response(body)
         return cls(
             api,
             body,
@@ -131,6 +133,13 @@ def _refuse_hidden_transfers(body: JsonObject, sampling: Sequence[JsonObject]) -
             if held is not None and transfer in held:
                 param = f"{name}.{transfer}"
                 raise GatewayError("invalid_type", f"`{param}` is not a client's to set", param=param)
+
+
+def _check_response(body: JsonObject) -> None:
+    if body.get("background"):
+        raise GatewayError("invalid_type", "`background` cannot be served by a pair of legs", param="background")
+    if body.first_byte("request_id") not in (0, _QUOTE):  # null neither; it would be replaced by a name of ours
+        raise GatewayError("invalid_type", "`request_id` must be a string", param="request_id")
 
 
 def _typed(body: JsonObject, key: str, kind: type) -> Any:
@@ -197,8 +206,17 @@ def _prompts(api: Api, body: JsonObject) -> int | None:
             raise GatewayError("invalid_type", f"`{key}` must not be an empty list", param=key)
         depth = opening.count(b"[")
         deep_enough = depth > 2 if key == "input_embeds" else depth > 1 or opening.endswith(b'"')
-        return len(body.items_of(key)) if deep_enough else None
+        if not deep_enough:
+            return None
+        items = body.items_of(key)
+        if api is COMPLETIONS and not (_all(_TEXT, items) or _all(_TOKEN_IDS, items)):
+            raise GatewayError("invalid_type", f"`{key}` must hold texts only, or lists of token ids only", param=key)
+        return len(items)
     return None
+
+
+def _all(pattern: re.Pattern[bytes], items: Sequence[bytes]) -> bool:
+    return all(pattern.match(item) for item in items)
 
 
 def _wants_prompt_logprobs(api: Api, body: JsonObject) -> bool:

@@ -53,7 +53,7 @@ class Sampled(Routed):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool = False
-    request_id: str | None = None
+    request_id: str = ""
 
 
 class Chat(Sampled):
@@ -126,7 +126,7 @@ class Responses(Routed):
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
-    request_id: str | None = None
+    request_id: str = ""
     user: str | None = None
 
 
@@ -152,7 +152,7 @@ class Generate(Routed):
     token_ids: list[int] = Field(min_length=1)
     sampling_params: SamplingParams
     model: str | None = None
-    request_id: str | None = None
+    request_id: str = ""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     output_mode: str = "tokens"
