@@ -7,7 +7,6 @@ rooms, loads, legs, tasks. Where a test is about the process itself, see test_pr
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tempfile
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from http_client import PATIENCE, Client, Headers, Reply
 
@@ -27,9 +26,9 @@ from extproc.service import Service
 from extproc.settings import Settings
 from extproc.workers.worker import Worker
 
-# What "at once" means: the project's own bound for ending legs and for telling clients (seconds). What it is told from
-# are the engine's timeouts, 2.5 s and more. On a busy machine everything takes longer in proportion.
-PROMPT = 0.1 * min(5.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+# What "at once" means here (seconds), a busy machine's pauses included: what it is told from are the engines' timeouts,
+# 2.5 s and more. How long it really takes is measured in bench/.
+PROMPT: Final = 1.0
 
 
 class Records:
