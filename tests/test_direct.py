@@ -1,5 +1,6 @@
 """Direct exchanges: releases, heads, failures, give-backs."""
 
+import gc
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from fakes import Rig, mutated, worker
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
+from extproc.exchange.session import Session
 from extproc.workers.worker import Role
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]}
@@ -328,6 +330,22 @@ def test_an_unknown_model_is_404_and_no_worker_503(rig):
     answered, headers, _ = rejection(rig.post(PATH, CHAT))
     assert (answered, headers["x-pd-error-code"], headers["retry-after"]) == (503, "no_available_workers", "1")
     assert rig.egress.legs == []
+
+
+@pytest.mark.parametrize("body", [CHAT | {"model": "nope"}, CHAT | {"n": 0}, b"{", CHAT])
+def test_what_is_refused_goes_from_memory_without_the_collectors_help(rig, body):
+    for each in rig.workers:
+        each.endpoint = None if body is CHAT else each.endpoint
+    gc.collect()
+    gc.disable()
+    try:
+        client = rig.post(PATH, body)
+        assert rejection(client)[0] >= 400
+        client.close()
+        del client
+        assert [each for each in gc.get_objects() if isinstance(each, Session)] == []
+    finally:
+        gc.enable()
 
 
 def test_too_large_a_body_is_refused_when_announced_and_when_it_comes():

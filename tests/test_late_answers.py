@@ -50,9 +50,9 @@ def end(rig, *calls):
     return record
 
 
-def lost(rig, body=CHAT, *, asked=False):
+def lost(rig, body=CHAT, *, asked=False, path=PATH):
     """A request whose decode leg was released, and whose prefill leg then failed."""
-    client = rig.post(PATH, body)
+    client = rig.post(path, body)
     released(client)
     if asked:
         client.decode_head(headers=WORKER)
@@ -91,6 +91,18 @@ def test_before_a_head_envoy_is_given_the_error_to_wake_the_second_call(rig):
     second = LateCall(rig, message)
     assert second.found["x-pd-error-code"] == "prefill_failed"
     end(rig, client, second)
+
+
+def test_another_attempt_names_the_response_anew():
+    """The decode may still have the first one, and takes no name twice."""
+    rig = Rig(retry=STEADY)
+    client = lost(rig, {"model": "tiny", "input": "Say hi"}, path="/v1/responses")
+    second = opened(client)
+    first = rig.egress.legs[0].json["request_id"]
+    rig.clock.advance(0.1)
+    assert prefill(rig).json["request_id"] == decode(rig).json["request_id"] != first
+    second.close()
+    client.close()
 
 
 def test_an_error_without_a_body_still_has_one_to_be_replaced():

@@ -152,6 +152,20 @@ def test_a_request_and_its_response_are_known_by_the_same_digits(rig):
     assert record.request_id.decode().removeprefix("resp-") == name[len("resp_") + 8 :]
 
 
+def test_another_attempt_has_another_name():
+    """The worker that decodes again may still have the first one, and takes no name twice."""
+    rig = Rig(*nixl(decodes=(11,)), retry=RetryPolicy(jitter=0))
+    client = rig.post(PATH, BODY)
+    names = []
+    for _ in range(2):
+        (leg,) = rig.egress.out
+        names.append(leg.json["request_id"])
+        leg.answer(503)
+        rig.clock.advance(1)
+    assert len(set(names)) == 2
+    client.close()
+
+
 def test_requests_that_clients_gave_one_id_have_different_responses(rig):
     names = set()
     for _ in range(2):

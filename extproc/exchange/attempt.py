@@ -175,7 +175,7 @@ class Attempt:
         self.prefill = pair.prefill
         self._decodes = pair.decodes
         self._parts = [_Part(self, index, pair.decodes[0]) for index in range(joint.parts)]
-        self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0], session.own_id)
+        self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0], session.take_own_id())
 
     @property
     def busy(self) -> bool:

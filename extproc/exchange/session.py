@@ -92,7 +92,7 @@ class Session:
         self._course: Course | None = None
         self._answered = False
         self._bodyless = False  # the request ended with its head
-        self._named = False  # by the client
+        self._named = False  # by the client, or something has its name already
         self._late: LateReply | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
 
@@ -192,10 +192,10 @@ class Session:
         """Another course goes on with the request."""
         self._course = course
 
-    @property
-    def own_id(self) -> bytes:
-        """The request's id; empty if the client chose it."""
-        return b"" if self._named else self.record.request_id
+    def take_own_id(self) -> bytes:
+        """The request's id, to name one thing after; empty if the client chose it or something has its name."""
+        named, self._named = self._named, True
+        return b"" if named else self.record.request_id
 
     @property
     def alive(self) -> bool:
@@ -294,8 +294,11 @@ class Session:
             return DirectCourse.alone(self, head, request, gateway.placer.prefills(request.model))
         try:
             pair = gateway.placer.pair(request.model)
-        except GatewayError as error:
-            return self._without_prefill(head, request, error)
+        except GatewayError:
+            course = self._without_prefill(head, request)
+            if course is None:
+                raise
+            return course
         handoff = gateway.handoffs.of(pair.prefill)
         if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
             record.leg_id = record.request_id.removeprefix(api.id_prefix.encode())
@@ -321,13 +324,13 @@ class Session:
             workers = workers if keeper is None else (keeper,)
         return DirectCourse.alone(self, head, request, workers, alone)
 
-    def _without_prefill(self, head: RequestHead, request: InferenceRequest, error: GatewayError) -> Course:
-        """The course of a request for which there is no pair, as ``error`` says: that of decode-only, or none."""
+    def _without_prefill(self, head: RequestHead, request: InferenceRequest) -> Course | None:
+        """The course of a request for which there is no pair, where a decode may serve without."""
         gateway = self.gateway
         decodes = gateway.placer.decodes(request.model)
         waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
         if not waives or not decodes or not gateway.handoffs.of(decodes[0]).waivable:
-            raise error
+            return None
         return DirectCourse.alone(self, head, request, decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED))
 
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:
