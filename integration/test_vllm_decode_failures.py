@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Client
+from product import soon
 from vllm_product import HANDING, WAYS, VllmProduct, of_all, once, params
 from vllm_requests import FEW, KIND, KINDS, LOOSE, answer_of, each_with, parts_of
 
@@ -118,8 +119,7 @@ async def test_a_decode_that_dies_at_work(product: VllmProduct, aggregated: Clie
     exchange = await product.client.open(*KINDS[kind])
     dying = await product.busy(product.decodes)
     await dying.received(parts_of(kind))
-    for mock in product.prefills:
-        await mock.freed()  # the cache is across
+    await soon(lambda: all(leg.kv == "transferred" for leg in dying.live), "the cache is not across")
     dying.crash()
     answer = await exchange.whole()
     await product.restart(dying)

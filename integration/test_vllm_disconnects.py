@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -11,6 +12,7 @@ from product import PROMPT, soon
 from vllm_product import HANDING, WAYS, VllmProduct, of_all, once
 from vllm_requests import FEW, KIND, KINDS, parts_of
 
+from extproc.exchange.clock import TAKEN_SECONDS
 from extproc.mock import Fault, Outcome, Point, Record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -81,6 +83,21 @@ async def test_while_the_decode_is_silent(product: VllmProduct, kind, leave):
     await product.settled()
     see_prompt_ends(of_all(product.decodes), left)
     assert {leg.outcome for leg in of_all(product.decodes)} <= {Outcome.CLIENT_CLOSED}
+
+
+async def test_many_that_leave_at_work_are_in_nobodys_way(product: VllmProduct):
+    """With Mooncake each has its decode ask once more; a prefill that has 20 such questions serves nobody else."""
+    once(product.decodes, Fault(delay_token=60), times=60)
+    exchanges = [await product.client.open(*KINDS["chat"]) for _ in range(60)]
+    await soon(lambda: len(works := of_all(product.decodes)) == 60 and all(leg.kv for leg in works), "not at work")
+    for mock in product.mocks:
+        mock.behave()
+    await asyncio.sleep(TAKEN_SECONDS)  # for the gateway to be sure of that
+    for exchange in exchanges:
+        exchange.close()
+    answer = await product.post(*KINDS["chat"])
+    assert (answer.status, answer.header("x-pd-kv")) == (200, "handed")
+    await product.settled()
 
 
 @LEAVES

@@ -11,6 +11,7 @@ from product import Product, soon
 
 from extproc.mock import Fault, Point, Record
 from extproc.mock.faults import Rule
+from extproc.mock.generation import Prompt
 from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
 
 
@@ -33,6 +34,8 @@ WAYS = {
     "mooncake in turn": Way(MOONCAKE, "mooncake", {"mooncake_dispatch": "sequential"}),
     "passthrough": Way("", "passthrough", {}, kv="unknown"),
 }
+# The prompt of the gateway's orders to a prefill to have something to send.
+_SETTLING = Prompt(ids=tuple(token for token, _ in Prompt("x").tokens())).digest
 HANDING = [name for name in WAYS if name != "passthrough"]
 
 
@@ -123,8 +126,21 @@ class VllmProduct(Product):
 
     async def _nobody_waits(self) -> None:
         for mock in self.mocks:
-            await soon(lambda mock=mock: not mock.pinned, f"{mock.role} keeps blocks of {mock.pins}")
-            await soon(lambda mock=mock: not mock.engine.blocks.usage, f"{mock.role} keeps blocks")
+            await soon(lambda mock=mock: not kept(mock), f"{mock.role} keeps blocks of {mock.pins}")
+            await soon(lambda mock=mock: not kept(mock) and not mock.engine.blocks.usage, f"{mock.role} keeps blocks")
+            await soon(lambda mock=mock: not mock.asked_for, f"{mock.role} is asked in vain for {mock.asked_for}")
+
+
+def kept(mock: VllmMock) -> Sequence[str]:
+    """The transfers for which a prefill keeps blocks, but for those of what a decode might still have asked for.
+
+    Those, one block each, are freed, as their lease would do.
+    """
+    pins = mock.engine.pins
+    for key in mock.pins:
+        if pins.digest(key) == _SETTLING:
+            pins.release(key)
+    return mock.pins
 
 
 def of_all(mocks: Iterable[VllmMock]) -> list[Record]:

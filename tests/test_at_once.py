@@ -6,7 +6,7 @@ import pytest
 from fakes import Rig, mooncake, mutated, rejection, released
 
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
-from extproc.exchange.clock import HEAD_SECONDS, LEFTOVER_SECONDS, TAKEN_SECONDS
+from extproc.exchange.clock import HEAD_SECONDS, LEFTOVER_SECONDS
 from extproc.transport.interface import Lost
 from extproc.workers.worker import KvEngine
 
@@ -23,7 +23,7 @@ def rig():
 
 
 def transfer(body):
-    return (body if isinstance(body, dict) else json.loads(body))["kv_transfer_params"]["transfer_id"]
+    return json.loads(body)["kv_transfer_params"]["transfer_id"]
 
 
 def prefills(rig):
@@ -170,40 +170,6 @@ def test_it_is_let_finish_and_counts_until_then(rig, why, finish):
     rig.assert_nothing_is_left()  # given back once
 
 
-@pytest.mark.parametrize("body", [CHAT, LIST])
-@pytest.mark.parametrize(
-    ("after", "headed", "prefilled", "told"),
-    [
-        (0.0, False, False, True),
-        (TAKEN_SECONDS - 0.1, False, False, True),
-        (TAKEN_SECONDS, False, False, False),  # whatever has the request by now, tells the prefill itself
-        (0.0, True, False, False),
-        (0.0, False, True, False),  # it would wait for 480 s, should the decode have told the prefill already
-    ],
-)
-def test_a_decode_that_may_never_have_heard_of_it_has_the_cache_freed(rig, body, after, headed, prefilled, told):
-    path = "/v1/completions" if body is LIST else PATH
-    client = rig.post(path, body)
-    caches = {transfer(leg.json) for leg in prefills(rig)}
-    if headed and body is CHAT:
-        client.decode_head()
-    elif headed:
-        for leg in rig.egress.out_at("decode"):
-            leg.receiver.head(200, [])
-    if prefilled:
-        for leg in prefills(rig):
-            leg.answer()
-    rig.clock.advance(after)
-    client.close()
-    forgotten = {transfer(leg.json) for leg in rig.egress.orders}
-    assert forgotten == (caches if told else set())
-    assert {leg.cluster for leg in rig.egress.orders} <= {"decode"}
-    for leg in list(rig.egress.out):
-        leg.answer()
-    rig.clock.advance(LEFTOVER_SECONDS)
-    rig.assert_nothing_is_left()
-
-
 @UNWANTED
 def test_but_not_for_ever(rig, why):
     client = rig.post(PATH, CHAT)
@@ -249,7 +215,47 @@ def test_a_decode_whose_prefill_was_refused_is_freed_once_its_leg_has_ended(rig,
     rig.clock.advance(0.1)
     assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body))]
     client.close()
+    rig.clock.advance(1)
+    assert len(rig.egress.orders) == 1
     rig.assert_nothing_is_left()
+
+
+def test_as_is_one_whose_client_leaves_just_then():
+    """Whether the decode's head comes is awaited for a moment before another pair is tried."""
+    rig = Rig(*mooncake())
+    client = rig.post(PATH, CHAT)
+    (leg,) = prefills(rig)
+    leg.answer(503)
+    client.close()
+    rig.clock.advance(1)
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body))]
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_prefill_that_has_no_time_for_that_is_asked_again(rig, status):
+    client = rig.post(PATH, CHAT)
+    prefills(rig)[0].answer(503)
+    client.close()
+    for _ in range(3):
+        rig.clock.advance(0.2)
+        rig.egress.orders[-1].answer(status)
+        rig.clock.advance(5)
+    rig.egress.orders[-1].answer(200)
+    rig.clock.advance(100)
+    assert len(unpinned(rig)) == 4
+    assert len(set(unpinned(rig))) == 1
+
+
+def test_nor_is_it_asked_for_ever(rig):
+    client = rig.post(PATH, CHAT)
+    prefills(rig)[0].answer(503)
+    client.close()
+    for _ in range(100):
+        rig.clock.advance(10)
+        if (last := rig.egress.orders[-1]).out:
+            last.answer(503)
+    assert 3 < len(unpinned(rig)) < 10
 
 
 def test_a_prefill_that_cannot_be_reached_frees_nobody(rig):
@@ -376,4 +382,188 @@ def test_a_prefill_that_fails_after_the_head_cuts_the_answer(rig):
     rig.egress.out[0].answer(500)
     assert rejection(client)[0] == 502
     client.close()
+    rig.assert_nothing_is_left()
+
+
+# -- what no decode may have freed twice -------------------------------------------------------------------------------
+#
+# A prefill that is asked for what it no longer has keeps the question for 480 s, and attends to 20 at a time.
+
+
+UNREACHABLE = [("x-pd-error-code", "decode_unreachable")]
+LOST = [("x-pd-error-code", "decode_connection_lost")]
+REFUSED = [("x-pd-upstream", "127.0.0.1:11")]
+
+
+def forgotten(rig):
+    """(workers, transfer id) of the orders to a decode to have a prefill free a KV cache."""
+    orders = [order for order in rig.egress.orders if order.cluster == "decode" and order.json["kv_transfer_params"]]
+    return [(order.destination, transfer(order.body)) for order in orders]
+
+
+def prefilled(rig, body=CHAT):
+    """A request whose prefill is done."""
+    client = rig.post("/v1/completions" if "prompt" in body else PATH, body)
+    for leg in prefills(rig):
+        leg.answer(body=b"{}")
+    return client
+
+
+@pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "at once"])
+@pytest.mark.parametrize(
+    ("status", "headers", "by"),
+    [
+        (503, UNREACHABLE, "127.0.0.1:15"),
+        (503, REFUSED, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
+        (429, REFUSED, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
+        (503, LOST, None),
+        (400, REFUSED, None),
+        (500, REFUSED, None),
+    ],
+)
+def test_a_cache_is_freed_for_a_decode_that_never_had_the_request_and_for_no_other(status, headers, by, in_turn):
+    rig = Rig(*mooncake(decodes=(11, 12, 13, 14, 15)), retry=ONCE, mooncake_in_turn=in_turn)
+    client = prefilled(rig)
+    client.decode_head(status, headers)
+    client.close()
+    rig.clock.advance(10)
+    (leg,) = prefills(rig)
+    assert forgotten(rig) == ([(by, transfer(leg.body))] if by else [])
+    assert unpinned(rig) == []
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "at once"])
+@pytest.mark.parametrize(
+    ("status", "flags", "by"),
+    [
+        (503, b"UF", "127.0.0.1:15"),
+        (503, None, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
+        (503, b"UC", None),
+        (500, None, None),
+    ],
+)
+def test_one_of_a_list_as_well(status, flags, by, in_turn):
+    rig = Rig(*mooncake(decodes=(11, 12, 13, 14, 15)), retry=ONCE, mooncake_in_turn=in_turn)
+    client = prefilled(rig, LIST)
+    headers = [(b"x-pd-local-reply", flags)] if flags else [(b"x-pd-upstream", b"127.0.0.1:11")]
+    rig.egress.out_at("decode")[0].answer(status, b"", headers)
+    client.close()
+    rig.clock.advance(10)
+    first, second = prefills(rig)
+    freed = dict(map(reversed, forgotten(rig)))
+    assert freed.pop(transfer(second.body))  # its decode leg was ended
+    assert freed == ({transfer(first.body): by} if by else {})
+    rig.assert_nothing_is_left()
+
+
+IN_TURN = pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "at once"])
+ENDS = pytest.mark.parametrize("end", ["leaves", "expires"])
+
+
+def ended(rig, client, end):
+    """The client has left, or its time is over."""
+    if end == "expires":
+        rig.clock.time += 10_000
+        rig.gateway.expire()
+    client.close()
+
+
+def settled(rig, status=400):
+    """A while later; orders to a decode have been answered with ``status``."""
+    rig.clock.advance(0.5)
+    assert unpinned(rig) == []  # a prefill would lose what it keeps
+    for order in rig.egress.orders:
+        order.answer(status)
+    rig.clock.advance(10)
+
+
+STREAMED_LIST = LIST | {"stream": True}
+
+
+@IN_TURN
+@ENDS
+@pytest.mark.parametrize("body", [CHAT, LIST], ids=["one", "list"])
+def test_a_decode_that_asks_once_more_when_its_leg_is_ended_is_answered(body, end, in_turn):
+    """vLLM takes that for a refusal, as long as a whole answer is not there."""
+    rig = Rig(*mooncake(), mooncake_in_turn=in_turn)
+    client = prefilled(rig, body)
+    legs = prefills(rig)
+    rig.clock.advance(1)
+    ended(rig, client, end)
+    settled(rig)
+    probes = [order for order in rig.egress.orders if order.cluster == "decode"]
+    assert [probe.json["kv_transfer_params"] for probe in probes] == [None] * len(legs)
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body)) for leg in legs]
+    rig.assert_nothing_is_left()
+
+
+@IN_TURN
+@pytest.mark.parametrize(
+    ("body", "seconds", "end"),
+    [
+        (CHAT, 0.5, "leaves"),
+        (LIST, 0.5, "leaves"),
+        (STREAM, 5, "leaves"),
+        (STREAM, 5, "expires"),
+        (STREAMED_LIST, 5, "leaves"),
+    ],
+)
+def test_what_may_not_have_been_seen_by_its_decode_is_freed_first(body, seconds, end, in_turn):
+    rig = Rig(*mooncake(), mooncake_in_turn=in_turn)
+    client = prefilled(rig, body)
+    legs = prefills(rig)
+    rig.clock.advance(seconds)
+    ended(rig, client, end)
+    settled(rig)
+    assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", transfer(leg.body)) for leg in legs]
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body)) for leg in legs]
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("status", [503, 404, 401])
+@pytest.mark.parametrize("seconds", [0, 5])
+def test_nothing_is_done_to_a_prefill_that_may_keep_something(rig, status, seconds):
+    client = prefilled(rig)
+    rig.clock.advance(seconds)
+    ended(rig, client, "leaves")
+    settled(rig, status)
+    assert unpinned(rig) == []
+
+
+@ENDS
+@pytest.mark.parametrize("later", [0, 3])
+@pytest.mark.parametrize("body", [CHAT, LIST], ids=["one", "list"])
+def test_what_a_decode_asked_for_before_the_prefill_was_done_needs_no_settling(rig, body, end, later):
+    """It is sent when the prefill, which is let finish, is done; only just before that there is doubt."""
+    client = rig.post("/v1/completions" if body is LIST else PATH, body)
+    legs = prefills(rig)
+    ended(rig, client, end)
+    rig.clock.advance(later)
+    for leg in legs:
+        leg.answer(body=b"{}")
+    settled(rig)
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body)) for leg in legs if not later]
+    rig.assert_nothing_is_left()
+
+
+@ENDS
+@pytest.mark.parametrize("body", [CHAT, LIST], ids=["one", "list"])
+def test_in_turn_a_prefill_that_is_ended_keeps_nothing(body, end):
+    rig = Rig(*mooncake(), mooncake_in_turn=True)
+    client = rig.post("/v1/completions" if body is LIST else PATH, body)
+    ended(rig, client, end)
+    rig.clock.advance(10)
+    assert rig.egress.orders == []
+    rig.assert_nothing_is_left()
+
+
+@IN_TURN
+def test_nor_one_that_has_answered(in_turn):
+    rig = Rig(*mooncake(), mooncake_in_turn=in_turn)
+    client = prefilled(rig)
+    client.decode_head(200, REFUSED)
+    ended(rig, client, "leaves")
+    rig.clock.advance(10)
+    assert rig.egress.orders == []
     rig.assert_nothing_is_left()

@@ -299,19 +299,6 @@ def test_decode_workers_that_cannot_be_reached_are_told_nothing():
     assert forgotten(rig) == [("127.0.0.1:15", PARAMS)]
 
 
-def test_mooncakes_prefill_that_is_ended_before_its_decode_exists_is_told_so():
-    rig = Rig(*mooncake(), retry=ONCE, mooncake_in_turn=True)
-    client = rig.post(PATH, CHAT)
-    prefill = leg(rig)
-    transfer = prefill.json["kv_transfer_params"]["transfer_id"]
-    client.close()
-    assert prefill.cancelled
-    ((_, params),) = forgotten(rig)
-    assert json.loads(params)["transfer_id"] == transfer
-    rig.clock.advance(100)
-    rig.assert_nothing_is_left()
-
-
 # -- time ------------------------------------------------------------------------------------------------------------
 
 

@@ -36,16 +36,16 @@ PARALLEL           DECODE_REPLACED   OVER               relay drop_prefill give_
 PARALLEL           DECODE_HEAD       ANSWERING_PARALLEL pass_head
 PARALLEL           DECODE_HEAD_EARLY HELD               hold_head
 PARALLEL           DECODE_REFUSED    ANSWERING          drop_prefill pass_head
-PARALLEL           EXPIRED           ENDED              drop_prefill drop_decode answer_error
-PARALLEL           CLOSED            OVER               drop_prefill drop_decode finish
+PARALLEL           EXPIRED           ENDED              drop_prefill drop_decode settle answer_error
+PARALLEL           CLOSED            OVER               drop_prefill drop_decode settle finish
 DECODING           DECODE_HEAD       ANSWERING          pass_head
 DECODING           DECODE_HEAD_EARLY ANSWERING          pass_head
 DECODING           DECODE_REFUSED    ANSWERING          pass_head
 DECODING           PREFILL_REPLACED  REPLACING          drop_decode await_head
 DECODING           PREFILL_FAILED    ENDED              drop_decode answer_error
 DECODING           DECODE_REPLACED   OVER               relay give_back
-DECODING           EXPIRED           ENDED              drop_decode answer_error
-DECODING           CLOSED            OVER               drop_decode finish
+DECODING           EXPIRED           ENDED              drop_decode settle answer_error
+DECODING           CLOSED            OVER               drop_decode settle finish
 HELD               HELD_ENOUGH       ANSWERING_PARALLEL pass_head
 HELD               PREFILL_DONE      ANSWERING          pass_head
 HELD               PREFILL_FAILED    ENDED              drop_decode answer_error

@@ -265,6 +265,22 @@ async def test_a_decode_that_died_wants_nothing(pair: Pair, dial: Dial) -> None:
     await pair.prefill.wanted(0)
 
 
+async def test_twenty_that_ask_in_vain_are_all_that_a_prefill_attends_to(pair: Pair) -> None:
+    """Seen with the engine: then no decode gets anything, until the prefill gives one up."""
+    vain = [await pair.second(pair.params(f"vain-{number}"), model="nope") for number in range(19)]
+    assert {answer.status for answer in vain} == {404}
+    await pair.prefill.wanted(19)
+    assert (await asyncio.gather(pair.first("t0"), pair.second(pair.params("t0"))))[1].status == 200
+    await pair.second(pair.params("vain-19"), model="nope")
+    await pair.prefill.wanted(20)
+    _, waiting = await pair.first("t1"), asyncio.create_task(pair.second(pair.params("t1")))
+    await pair.prefill.wanted(21)
+    assert not waiting.done()
+    await pair.first("vain-7")
+    assert (await waiting).status == 200
+    await pair.prefill.wanted(19)
+
+
 async def test_nothing_is_left_of_a_mock_that_was_stopped() -> None:
     before = asyncio.all_tasks()
     async with VllmMock("prefill", connector=MOONCAKE) as prefill, VllmMock("decode", connector=MOONCAKE) as decode:

@@ -15,6 +15,9 @@ from extproc.workers.worker import Worker
 _BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 _UPSTREAM: Final = UPSTREAM.encode()
+# What vLLM (0.32), or what stands before it, says without having looked at a request. All else comes from its handlers,
+# which have the prefill free what a request that they refuse was to fetch.
+_UNSEEN: Final = frozenset({429, 503})
 
 
 class AnswerHead(NamedTuple):
@@ -138,6 +141,24 @@ def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker 
         return None
     endpoint = fields.get(_UPSTREAM, b"").decode("latin-1")
     return next((worker for worker in workers if worker.endpoint == endpoint), workers[0])
+
+
+def never_fetched(code: str, status: int, *, stream: bool) -> bool:
+    """Whether a decode that failed has surely not asked its prefill for the KV cache, for whatever purpose.
+
+    Args:
+        code: of the error that Envoy made up; empty for a worker's answer.
+        status: a worker's.
+        stream: of which a worker sends the head before it looks for a cache.
+    """
+    if not code:
+        return status in _UNSEEN
+    return code.endswith("_unreachable") or (stream and code.endswith("_connection_lost"))
+
+
+def but_last(workers: Sequence[Worker], worker: Worker) -> Sequence[Worker]:
+    """``workers``, of which ``worker`` should be tried last."""
+    return (*(other for other in workers if other is not worker), worker)
 
 
 def refused_before(workers: Sequence[Worker], served: Worker | None) -> Sequence[Worker]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
-from extproc.exchange.answers import WholeAnswer, answered_by, refused_before
+from extproc.exchange.answers import WholeAnswer, answered_by, but_last, never_fetched, refused_before
 from extproc.exchange.attempts import KvMissing
 from extproc.exchange.failures import gone, kv_missing, loss_of
 from extproc.exchange.headers import RequestHead
@@ -87,8 +87,6 @@ class _Part:
             self._attempt.kept(self)
             self._attempt.events.decode_head(headers)
         else:
-            if self.plan is not None and not self.params:
-                self.params = self.plan.params  # whoever refused it may have told nobody
             self._refusal = self._attempt.refusal_of(self)
             self._refusal.head(status, headers)
 
@@ -111,7 +109,7 @@ class _Part:
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
         self.over()
-        self._attempt.events.leg_failed(loss_of(self.worker, reason, detail), (self.worker,))
+        self._attempt.lost(self, loss_of(self.worker, reason, detail))
 
     def guarded(self, step: Callable[[], None]) -> None:
         """See PrefillEvents."""
@@ -169,7 +167,6 @@ class Attempt:
         pair, self._handoff = placed
         self._joint = joint
         self._keep_prefills = keep_prefills
-        self._sent = 0.0
         self._unreachable = False  # none of the decode workers accepts a connection
         self.events = events
         self.prefill = pair.prefill
@@ -185,7 +182,6 @@ class Attempt:
     def send(self) -> None:
         """Send the prefill legs, and the decode legs unless they wait for those."""
         self._say(Kv.HANDED)
-        self._sent = self._session.gateway.clock.now()
         for part in self._parts:
             self._send(part)
 
@@ -231,22 +227,22 @@ class Attempt:
         """End every leg that is out, on its worker too."""
         for part in self._parts:
             if part.prefill is not None:
-                if part.decode is not None and not part.headed and part.prefill.may_be_unknown(self._sent):
-                    part.params = part.prefill.plan.params
                 part.prefill.drop()
             if part.decode is not None:
                 part.decode.cancel()
                 part.over()
+                if part.prefill is not None and not part.headed:
+                    part.prefill.settle()
                 # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
                 self._abort(part, (part.worker,) if part.headed else self._decodes)
             params, part.params = part.params, b""
-            if params and (workers := self._reachable()):
+            if params and (workers := self._reachable(part)):
                 self._order(self._handoff.forgets(params), [workers])
 
-    def _reachable(self) -> Sequence[Worker]:
+    def _reachable(self, part: _Part) -> Sequence[Worker]:
         """Decode workers that can have a prefill free what it holds."""
         if not self._unreachable:
-            return self._decodes
+            return but_last(self._decodes, part.worker) if part.headed else self._decodes
         return self._session.gateway.placer.alike(self._request.model, self._decodes[0], self._decodes)
 
     def finish(self) -> None:
@@ -293,10 +289,23 @@ class Attempt:
         if self._stored:
             self._session.gateway.stored.made(self._stored, part.worker)
 
+    def lost(self, part: _Part, error: GatewayError) -> None:
+        """A decode leg has broken off."""
+        if not part.headed:
+            self._untold(part, error.fault.code)
+        self.events.leg_failed(error, (part.worker,))
+
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _untold(self, part: _Part, code: str, status: int = 0) -> None:
+        """Have another decode worker tell the prefill what this one, which failed before its answer, never has."""
+        if part.plan is not None and never_fetched(code, status, stream=self._request.stream):
+            part.params = part.params or part.plan.params
 
     def _refused(self, part: _Part, error: GatewayError) -> None:
         self._unreachable = error.fault.code.endswith("_unreachable")
+        code = "" if part.headed else error.fault.code
+        self._untold(part, code, error.status)
         self.events.leg_failed(error, self._decodes if self._unreachable else (part.worker,))
 
     def _edits(self, part: _Part) -> LegEdits:
@@ -319,9 +328,7 @@ class Attempt:
         )
         leg.send()
         part.plan = leg.plan
-        if handoff.in_turn:
-            part.params = plan.params
-        else:  # both legs are out: a decode that is aborted tells the prefill itself
+        if not handoff.in_turn:
             self._send_decode(part, plan.decode)
 
     def _send_decode(self, part: _Part, body: bytes) -> None:

@@ -12,11 +12,12 @@ LINGER_SECONDS: Final = 0.05
 # an engine that sends it before it has a token does so within 10 ms, one that answers an abort likewise.
 HEAD_SECONDS: Final = 0.05
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
-LEFTOVER_SECONDS: Final = 60.0  # for a prefill leg that nobody wants any more, where it must be let finish
+LEFTOVER_SECONDS: Final = 60.0  # for a prefill to do what nobody wants any more, but must be done
 # For a prefill to have sent a cache, and for its death to be noticed if it has not: it is looked at every 10 s.
 PUSH_SECONDS: Final = 30.0
-TAKEN_SECONDS: Final = 1.0  # for a decode to have taken a request in, after which it frees what was computed for it
+TAKEN_SECONDS: Final = 1.0  # for a decode to have taken in a request that is not streamed, of which it shows nothing
 UNPIN_SECONDS: Final = 0.1  # for Envoy to end a decode leg
+SETTLE_SECONDS: Final = 1.0  # for an engine to ask for what a leg that was ended has not fetched, or is to have freed
 SECOND_CALL_SECONDS: Final = 2.0  # for Envoy to open the call of a late answer (0.5 ms, measured)
 CLOSING_SECONDS: Final = 5.0  # for Envoy to close a call that we have ended
 ABANDONED: Final = "the request should have been closed"  # what Envoy hears when it did not

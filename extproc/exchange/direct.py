@@ -11,7 +11,7 @@ from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, NO_BODY, Inferenc
 from extproc.apis.table import CHAT
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.answers import AnswerHead
+from extproc.exchange.answers import AnswerHead, but_last, never_fetched
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
 from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, PUSH_SECONDS, Handle
@@ -169,7 +169,7 @@ class DirectCourse:
             self._request, pair.prefill, self._edits, trust_client=gateway.config.trust_client
         )
         self._body = plan.decode
-        self._params = plan.params
+        self._params = b""
         record = self._session.record
         record.handoff = handoff.name
         record.prefill = pair.prefill.name
@@ -204,8 +204,8 @@ class DirectCourse:
         elif head.upstream != self._decode.endpoint:
             self._served_by(head.upstream)
         if status >= 400:
-            if self._plan is not None and not self._params:
-                self._params = self._plan.params  # whoever refused it may have told nobody
+            if self._plan is not None and never_fetched(self._local_reply, status, stream=self._request.stream):
+                self._params = self._params or self._plan.params
             self._fire(self._after_refusal(head))
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
@@ -296,10 +296,6 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
-        if (
-            self._leg is not None and self._leg.out
-        ):  # both legs are out: a decode that is aborted tells the prefill itself
-            self._params = b""
         session.call.send(
             head_reply(session, self._head, self._request, decode, self._path, body, destinations(self._upstreams))
         )
@@ -353,17 +349,18 @@ class DirectCourse:
 
     def drop_prefill(self) -> None:
         """See Outside."""
-        leg = self._leg
-        if leg is None:
-            return
-        if self._released and not self._status and leg.may_be_unknown(self._session.record.sent):
-            self._params = leg.plan.params
-        leg.drop()
+        if self._leg is not None:
+            self._leg.drop()
 
     def drop_decode(self) -> None:
         """See Outside."""
         # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
         self._abort((self._decode,) if self._status else self._upstreams)
+
+    def settle(self) -> None:
+        """See Outside."""
+        if self._leg is not None:
+            self._leg.settle()
 
     def relay(self) -> None:
         """See Outside."""
@@ -406,6 +403,7 @@ class DirectCourse:
         """See Outside."""
         try:
             self.drop_prefill()  # only after a defect is there one left
+            self._unpin()
             self.give_back()
         finally:
             self._session.finish()
@@ -557,6 +555,8 @@ class DirectCourse:
             workers = self._upstreams
             if self._local_reply.endswith("_unreachable"):
                 workers = self._session.gateway.placer.alike(self._request.model, self._decode, workers)
+            elif self._status >= 400:
+                workers = but_last(workers, self._decode)
             if workers:
                 self._order(self._handoff.forgets(params), [workers])
 

@@ -107,6 +107,9 @@ class Outside(Protocol):
     def drop_decode(self) -> None:
         """End the decode leg's work on the worker; its connection is Envoy's to close."""
 
+    def settle(self) -> None:
+        """Leave nothing of the KV cache's transfer, whether or not the ended decode leg had begun it."""
+
     def linger(self) -> None:
         """Give the decode's load back and grant the prefill leg a moment, then raise LINGERED."""
 
@@ -157,8 +160,8 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.PARALLEL, _E.DECODE_HEAD): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.PARALLEL, _E.DECODE_HEAD_EARLY): (_S.HELD, ("hold_head",)),
     (_S.PARALLEL, _E.DECODE_REFUSED): (_S.ANSWERING, ("drop_prefill", "pass_head")),
-    (_S.PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "answer_error")),
-    (_S.PARALLEL, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "finish")),
+    (_S.PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "settle", "answer_error")),
+    (_S.PARALLEL, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "settle", "finish")),
     (_S.DECODING, _E.DECODE_HEAD): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_HEAD_EARLY): (_S.ANSWERING, ("pass_head",)),
     (_S.DECODING, _E.DECODE_REFUSED): (_S.ANSWERING, ("pass_head",)),
@@ -166,8 +169,8 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.DECODING, _E.PREFILL_REPLACED): (_S.REPLACING, ("drop_decode", "await_head")),
     (_S.DECODING, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),
     (_S.DECODING, _E.DECODE_REPLACED): (_S.OVER, ("relay", "give_back")),
-    (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "answer_error")),
-    (_S.DECODING, _E.CLOSED): (_S.OVER, ("drop_decode", "finish")),
+    (_S.DECODING, _E.EXPIRED): (_S.ENDED, ("drop_decode", "settle", "answer_error")),
+    (_S.DECODING, _E.CLOSED): (_S.OVER, ("drop_decode", "settle", "finish")),
     (_S.HELD, _E.HELD_ENOUGH): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.HELD, _E.PREFILL_DONE): (_S.ANSWERING, ("pass_head",)),
     (_S.HELD, _E.PREFILL_FAILED): (_S.ENDED, ("drop_decode", "answer_error")),

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer
-from extproc.exchange.clock import LEFTOVER_SECONDS, TAKEN_SECONDS, Handle
+from extproc.exchange.clock import LEFTOVER_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
-from extproc.exchange.orders import send_orders, unpin
+from extproc.exchange.orders import send_orders, settle, unpin
 from extproc.exchange.placed import Placed
 from extproc.handoff.handoff import Plan
 from extproc.transport.interface import Leg
@@ -44,7 +44,21 @@ class PrefillLeg:
         events: is told what happens.
     """
 
-    __slots__ = ("_events", "_head", "_keep", "_leg", "_leg_id", "_limit", "_path", "_placed", "_session", "plan")
+    __slots__ = (
+        "_answered_well",
+        "_decoding",
+        "_events",
+        "_head",
+        "_keep",
+        "_leg",
+        "_leg_id",
+        "_limit",
+        "_path",
+        "_placed",
+        "_session",
+        "_unsettled",
+        "plan",
+    )
 
     def __init__(
         self,
@@ -68,22 +82,14 @@ class PrefillLeg:
         self._leg: Leg | None = None
         self._limit: Handle | None = None  # of a leg that is let finish although nobody wants its answer any more
         self.plan = plan
+        self._answered_well = False
+        self._decoding = 0.0  # since when the decode leg is out
+        self._unsettled = 0.0  # until then its decode may ask for what it has had
 
     @property
     def out(self) -> bool:
         """It was sent, and somebody waits for its answer."""
         return self._leg is not None and self._limit is None
-
-    def may_be_unknown(self, sent: float) -> bool:
-        """Whether a decode leg that was ``sent`` with it, and has no head, may have told nobody what it was to fetch.
-
-        A decode that has the request has the prefill free what is kept for it. Most have it within milliseconds. Only
-        while the prefill is at work may it be told twice: afterwards, on real vLLM, the second one waits for 480 s, and
-        20 that wait are all that a prefill attends to.
-        """
-        if not self.out or not self._placed.handoff.lets_finish:
-            return False
-        return self._session.gateway.clock.now() - sent < TAKEN_SECONDS
 
     def send(self) -> None:
         """Send it. It counts on its worker until it ends, long before the request does."""
@@ -101,6 +107,7 @@ class PrefillLeg:
         )
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
         worker.load += 1
+        self._decoding = gateway.clock.now()
         self.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
 
     def drop(self) -> None:
@@ -122,12 +129,32 @@ class PrefillLeg:
         """Free what a decode keeps for it: it failed with ``error``, and the decode's leg has ended, or soon will."""
         unpin(self._session, self._head, self._placed, self.plan, error)
 
+    def settle(self) -> None:
+        """Its decode leg was ended before its answer: leave nothing of the transfer.
+
+        What a decode asks for before the prefill is done, is answered then; what it has asked just before, it may ask
+        once more just after.
+        """
+        now = self._session.gateway.clock.now()
+        if self._answered_well:
+            # A stream's decode sends its head before it asks for anything, and asks for nothing when its leg ends.
+            taken = not self._session.record.stream and now - self._decoding >= TAKEN_SECONDS
+            settle(self._session, self._head, self._placed, self.plan, taken=taken)
+        elif self._limit is not None:
+            self._unsettled = now + SETTLE_SECONDS
+
     def _answered(self, answer: WholeAnswer) -> None:
+        self._answered_well = True
+        now = self._session.gateway.clock.now()
         if self._limit is not None:
             self._let_finish()
+            if now < self._unsettled:
+                self.settle()
             return
+        if self._placed.handoff.in_turn:
+            self._decoding = now
         events = self._over()
-        self._session.record.prefill_ended = self._session.gateway.clock.now()
+        self._session.record.prefill_ended = now
         events.prefill_answered(self, answer.body)
 
     def _failed(self, error: GatewayError) -> None:

@@ -45,6 +45,7 @@ class Plan(NamedTuple):
         rooms: what they meet in; taken until the plan is released.
         names: by which the engine can be asked to end them; empty where it has no name of ours.
         params: what tells the decode where the KV cache is (raw JSON), where that is known before the prefill answers.
+            Only for a decode that cannot be reached may another be told to have it freed: see mooncake.py.
         prefill_headers: headers of the prefill leg that the client's request does not have.
     """
 
@@ -156,9 +157,10 @@ class Handoff(Protocol):
         """
 
     def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
-        """Path and body of the POST requests by which a prefill worker that failed frees the decode that waits for it.
+        """Path and body of the POST requests that give a prefill worker something to send for the plan.
 
-        They are sent when the decode leg has ended.
+        A decode that waits for a prefill that failed, or that asks once more for what it has had, is answered by that.
+        They are sent when the decode leg has ended and the prefill keeps nothing for the plan, which would be lost.
         """
 
     def failed(self, answer: bytes) -> bool:

@@ -12,7 +12,9 @@ Failure: without an engine id nothing can be minted, and the decode computes the
 fetches stays with the prefill for 480 s unless a decode worker is made to say that it will not (see nixl). A decode
 that waits for a prefill that does not come keeps its memory as long, even after its client has left: so a prefill leg
 is never cancelled while its decode leg is out, and one that was refused is followed by one of another prompt under the
-same transfer id, which the decode throws away.
+same transfer id, which the decode throws away. The same answers a decode that asks in vain: the engine takes a client
+that leaves before a whole answer for a request that it refused, and asks for the cache once more to have it freed. Each
+such question occupies one of the prefill's 20 senders for 480 s; with all occupied, no decode gets a cache any more.
 Source: vllm 0.32 distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py, and its example proxy.
 """
 
@@ -88,12 +90,10 @@ class MooncakeHandoff(vllm.VllmHandoff):
         if not answer:
             return Handed(vllm.decode_body(request, edits, b"", trust_client=trust_client), Kv.RECOMPUTED)
         told = _told(plan.params, answer)
-        return Handed(vllm.decode_body(request, edits, told, trust_client=trust_client), Kv.HANDED, plan.params)
+        return Handed(vllm.decode_body(request, edits, told, trust_client=trust_client), Kv.HANDED)
 
     def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
         """See Handoff."""
-        if self.in_turn:
-            return ()
         transfer = orjson.loads(plan.params)["transfer_id"]
         return [(_UNPIN_PATH, _UNPIN % (_ASK % transfer.encode()))]
 

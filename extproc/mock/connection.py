@@ -253,7 +253,9 @@ class Connection(asyncio.Protocol):
         try:
             if server.faults.rules or HEADER in record.named:
                 exchange.fault = exchange.fault or server.fault_of(record)
-            if not await exchange.apply_request_faults():
+            if await exchange.apply_request_faults():
+                server.on_injected(record)
+            else:
                 await server.handler(exchange)
             outcome = Outcome.COMPLETED
         except CutError:

@@ -40,6 +40,7 @@ class HttpServer:
         self.inference_paths = inference_paths
         self.is_probe = is_probe
         self.on_error = on_error
+        self.on_injected: Callable[[Record], None] = lambda _: None  # is told of requests that a fault has answered
         self.connections: set[Connection] = set()
         self.ending: Outcome | None = None
         self.accepting = True

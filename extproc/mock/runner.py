@@ -22,7 +22,8 @@ class Runner(Generic[AnySequence]):
     """The way of a request through one engine. ``pace`` holds where a fault does not say otherwise.
 
     ``disconnect_delay``: seconds until the engine notices that a client left to which it has sent nothing yet; so long
-    it works on, unless ``/abort_request`` ends it. ``on_refusal`` is told of each request that the engine refuses.
+    it works on, unless ``/abort_request`` ends it. ``on_refusal`` is told of each request that the engine refuses or
+    fails, and of each whose client leaves before a whole answer.
     """
 
     def __init__(
@@ -61,8 +62,7 @@ class Runner(Generic[AnySequence]):
             batch = api.batch()
             self._engine.admit(batch)
         except RequestError as problem:
-            if self._on_refusal is not None:
-                self._on_refusal(api)
+            self._refused(api)
             if early:
                 await exchange.chunk(api.refusal_events(str(problem)))
                 await exchange.finish()
@@ -79,9 +79,17 @@ class Runner(Generic[AnySequence]):
                 await self._stream(exchange, api, batch)
             else:
                 await self._complete(exchange, api, batch)
+        except asyncio.CancelledError:
+            if not api.stream:
+                self._refused(api)
+            raise
         finally:
             if not batch.unheard:
                 self._engine.release(batch)
+
+    def _refused(self, api: Api[AnySequence]) -> None:
+        if self._on_refusal is not None:
+            self._on_refusal(api)
 
     async def _complete(self, exchange: Exchange, api: Api[AnySequence], batch: Batch[AnySequence]) -> None:
         pace = self._pace(exchange.fault)
@@ -91,6 +99,7 @@ class Runner(Generic[AnySequence]):
         for sequence in batch.sequences:
             status = sequence.failure
             if status is not None:
+                self._refused(api)
                 await send(exchange, api.failed(status, sequence.message))
                 return
         await exchange.reply(200, api.answer(batch))

@@ -121,8 +121,9 @@ class Pins:
         self._on_change = on_change
 
     def hold(self, key: str, blocks: list[int], digest: int) -> None:
-        """Pin blocks under a key; those that were pinned under it before are freed."""
-        self.release(key)
+        """Pin blocks under a key; those that were pinned under it before are nobody's any more, and stay taken."""
+        if (before := self._held.pop(key, None)) is not None:
+            before.timer.cancel()
         timer = asyncio.get_running_loop().call_later(self._lease, self._expire, key)
         self._held[key] = _Pin(blocks, digest, timer)
         self._changed()

@@ -5,7 +5,7 @@ each engine id that it does not know. Which of the two legs comes first does not
 waits for nobody (0.32, ``distributed/kv_transfer/kv_connector/v1/mooncake``). A decode that cannot ask for the way
 fails soon; one that knows it waits, whether or not the prefill's process still lives: ZeroMQ tells it nothing.
 Lines between the two processes (``peers``): ``want <number> <transfer id>``, which is answered when the prefill is
-finished.
+finished; a prefill attends to 20 of them at a time, in the order they come, those that ask in vain among them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ _REMOTE = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 _RECORDS = 1000
 _ATTEMPTS = 3  # of a bootstrap query
 _RETRY = 0.1  # seconds between them
+_SENDERS = 20  # num_workers x 2: what a prefill attends to; each keeps to its decode until that has its cache
 _LONGER = 60.0  # seconds that a decode waits longer than the prefill would (ZMQ_RCVTIMEO)
 
 
 class _Want(NamedTuple):
     """A decode that waits for a transfer."""
 
+    transfer: str
     peer: Lines
     number: str
     timer: asyncio.TimerHandle  # gives up
@@ -59,8 +61,9 @@ class Mooncake(Connector):
         self.peers = Peers()
         self.listener = Listener(self._hear, self._forget)
         self.bootstrap = Bootstrap(engine_id)
+        self.deaf = False  # whoever asks waits, as for a process that is gone
         self._engine = engine
-        self._waiting: dict[str, list[_Want]] = {}  # by transfer id
+        self._waiting: list[_Want] = []  # in the order they came
         self._known: dict[str, tuple[str, int]] = {}  # engine ids and where their workers are
         self._pulls: dict[str, asyncio.Task[int]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -73,13 +76,13 @@ class Mooncake(Connector):
     @property
     def wanted(self) -> tuple[str, ...]:
         """The transfers that decodes wait for."""
-        return tuple(self._waiting)
+        return tuple(dict.fromkeys(want.transfer for want in self._waiting))
 
     def stop(self) -> list[asyncio.Task[Any]]:
         """Break every connection."""
         self.listener.stop()
         self.peers.close()
-        for want in [want for wants in self._waiting.values() for want in wants]:
+        for want in self._waiting:
             want.timer.cancel()
         self._waiting.clear()
         tasks = list(self._tasks)
@@ -148,7 +151,7 @@ class Mooncake(Connector):
             engine = self._engine
             engine.pins.hold(str(transfer), sequence.blocks, sequence.digest)
             sequence.blocks = []
-            self._serve(str(transfer))
+            self._serve()
         return None
 
     async def _fetch_in_vain(self, params: dict[str, Any]) -> None:
@@ -169,39 +172,39 @@ class Mooncake(Connector):
         return self._known[engine_id]
 
     def _hear(self, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
-        if word != "want":
+        if word != "want" or self.deaf:
             return
         transfer = arguments[0]
         lease = self._engine.options.lease
-        timer = asyncio.get_running_loop().call_later(lease, self._give_up, transfer, peer, number)
-        self._waiting.setdefault(transfer, []).append(_Want(peer, number, timer))
+        timer = asyncio.get_running_loop().call_later(lease, self._give_up, peer, number)
+        self._waiting.append(_Want(transfer, peer, number, timer))
         self._on_change()
-        self._serve(transfer)
+        self._serve()
 
-    def _serve(self, transfer: str) -> None:
-        digest = self._engine.pins.digest(transfer)
-        if digest is None or transfer not in self._waiting:
-            return
-        for want in self._waiting.pop(transfer):
-            want.timer.cancel()
-            want.peer.send(f"kv {want.number} {digest}")
-        self._engine.pins.release(transfer)
+    def _serve(self) -> None:
+        """Send to the decodes that are attended to and whose cache is there; others may be attended to then."""
+        pins = self._engine.pins
+        while ready := [want for want in self._waiting[:_SENDERS] if pins.digest(want.transfer) is not None]:
+            for want in ready:
+                want.peer.send(f"kv {want.number} {pins.digest(want.transfer)}")
+            self._drop(ready)
+            for transfer in {want.transfer for want in ready}:
+                pins.release(transfer)
 
-    def _give_up(self, transfer: str, peer: Lines, number: str) -> None:
-        self._drop(transfer, [want for want in self._waiting[transfer] if want[:2] == (peer, number)])
+    def _give_up(self, peer: Lines, number: str) -> None:
+        self._drop([want for want in self._waiting if (want.peer, want.number) == (peer, number)])
         peer.send(f"fail {number} Timeout waiting for P side ready.")
+        self._serve()
 
     def _forget(self, peer: Lines) -> None:
         """A decode's process has ended."""
-        for transfer, wants in list(self._waiting.items()):
-            self._drop(transfer, [want for want in wants if want.peer is peer])
+        self._drop([want for want in self._waiting if want.peer is peer])
+        self._serve()
 
-    def _drop(self, transfer: str, wants: list[_Want]) -> None:
+    def _drop(self, wants: list[_Want]) -> None:
         for want in wants:
             want.timer.cancel()
-            self._waiting[transfer].remove(want)
-        if not self._waiting[transfer]:
-            del self._waiting[transfer]
+            self._waiting.remove(want)
         self._on_change()
 
 

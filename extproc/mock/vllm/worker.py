@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ NIXL = "NixlConnector"
 MOONCAKE = "MooncakeConnector"
 _NIXL_LEASE = 30.0  # kv_lease_duration
 _MOONCAKE_LEASE = 480.0  # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+_TURNED_AWAY = frozenset({429, 503})  # by what stands before the handlers
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "aggregated": Role.AGGREGATED}
 
 
@@ -89,6 +91,7 @@ class VllmMock(MockWorker):
         self.bootstrap_port = bootstrap_port
         if lease is None:
             lease = _MOONCAKE_LEASE if self.connector_name == MOONCAKE else _NIXL_LEASE
+        self._server.on_injected = self._on_injected
         self.engine = Engine(_ROLES[role], Options(model=model, lease=lease, **options))
         self.engine.connector = self._connector = self._connect()
         self.store = Store()
@@ -154,10 +157,23 @@ class VllmMock(MockWorker):
 
     async def wanted(self, count: int = 1, patience: float = 5.0) -> None:
         """Wait until decodes wait for ``count`` transfers by Mooncake."""
-        await self.recorder.until(lambda: len(self._wanted) == count, patience)
+        await self.recorder.until(lambda: len(self.asked_for) == count, patience)
+
+    async def refuse(self) -> None:
+        """See MockWorker; a process that takes no connections is gone, and nobody waits at it."""
+        await super().refuse()
+        if isinstance(self._connector, Mooncake):
+            self._connector.deaf = True
+
+    async def accept(self) -> None:
+        """See MockWorker."""
+        await super().accept()
+        if isinstance(self._connector, Mooncake):
+            self._connector.deaf = False
 
     @property
-    def _wanted(self) -> tuple[str, ...]:
+    def asked_for(self) -> tuple[str, ...]:
+        """The transfers that decodes wait for by Mooncake."""
         return self._connector.wanted if isinstance(self._connector, Mooncake) else ()
 
     @property
@@ -222,8 +238,20 @@ class VllmMock(MockWorker):
                 self.crash()
 
     def _refused(self, api: object) -> None:
-        if isinstance(api, Api) and api.frees_when_refused:
+        """``_with_kv_transfer_rejection_cleanup`` (0.32), which takes every end but a good one for a refusal."""
+        if isinstance(api, Api) and api.frees_when_refused and self._server.ending is None:
             self.engine.reject(api.handoff)
+
+    def _on_injected(self, record: Record) -> None:
+        """Errors come from handlers, but for those with which a server turns requests away."""
+        if not record.inference or record.status in _TURNED_AWAY:
+            return
+        try:
+            params = json.loads(record.body)["kv_transfer_params"]
+        except (ValueError, LookupError, TypeError):
+            return
+        if isinstance(params, dict):
+            self.engine.reject(params)
 
     def _responses(self, context: Context, body: bodies.Responses) -> ResponsesApi:
         return ResponsesApi(context, body, self.store)
