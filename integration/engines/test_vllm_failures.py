@@ -32,7 +32,7 @@ from vllm_cases import (
     RESPONSES_PATH,
     generate,
 )
-from vllm_rig import Pair, decoding, fresh, loaded, register, seconds_until_idle, unloaded, used
+from vllm_rig import Pair, decoding, fresh, held, loaded, register, seconds_until_idle, unloaded, used
 from vllm_servers import VllmServer
 
 pytestmark = [
@@ -40,12 +40,16 @@ pytestmark = [
     pytest.mark.skipif(not servers.installed("vllm"), reason="not installed: make integration-engines"),
 ]
 AT_ONCE = 3.0  # seconds, far below the leases
+SPARE = 3  # blocks that Mooncake's prefill may keep for what a decode might have asked for, one for each leg
 
 
 @pytest.fixture(autouse=True)
 async def _nothing_left(pair: Pair, client: aiohttp.ClientSession) -> AsyncIterator[None]:
+    mooncake = pair.connector == "mooncake"
+    _, blocks = await held(client, pair.prefill) if mooncake else (0, 0)
     yield
-    assert await seconds_until_idle(client, pair.prefill, pair.decode) < AT_ONCE
+    assert await seconds_until_idle(client, pair.decode) < AT_ONCE
+    assert await seconds_until_idle(client, pair.prefill, blocks=blocks, spare=SPARE if mooncake else 0) < AT_ONCE
     assert pair.prefill.running
     assert pair.decode.running
 
@@ -149,12 +153,14 @@ async def test_a_prefill_that_refuses_holds_nothing(
 
 # -- clients that leave -----------------------------------------------------------------------------------------------
 
+# Each prompt has more blocks than may be left.
+LONG: Body = {"messages": [{"role": "user", "content": fresh(100)}]}
 LEFT: dict[str, tuple[str, Body]] = {
-    "chat": (CHAT_PATH, {**CHAT, **GREEDY, "max_tokens": 900}),
-    "chat_n2": (CHAT_PATH, {**CHAT, "temperature": 1, "ignore_eos": True, "n": 2, "max_tokens": 900}),
-    "list": (COMPLETIONS_PATH, {**LIST, **GREEDY, "max_tokens": 500}),
-    "messages": (MESSAGES_PATH, {**MESSAGES, "max_tokens": 900}),
-    "responses": (RESPONSES_PATH, {**RESPONSES, "max_output_tokens": 900, "ignore_eos": True}),
+    "chat": (CHAT_PATH, {**CHAT, **GREEDY, **LONG, "max_tokens": 900}),
+    "chat_n2": (CHAT_PATH, {**CHAT, **LONG, "temperature": 1, "ignore_eos": True, "n": 2, "max_tokens": 900}),
+    "list": (COMPLETIONS_PATH, {**LIST, **GREEDY, "prompt": [fresh(100) for _ in range(SPARE)], "max_tokens": 500}),
+    "messages": (MESSAGES_PATH, {**MESSAGES, **LONG, "max_tokens": 900}),
+    "responses": (RESPONSES_PATH, {**RESPONSES, "input": fresh(100), "max_output_tokens": 900, "ignore_eos": True}),
 }
 
 
@@ -207,6 +213,23 @@ async def test_a_client_that_leaves_before_the_decode_has_fetched(
         await loaded(client, pair.url, pair.decode)
         await unloaded(client, pair.url, pair.prefill)
         await leave(request)
+
+
+async def test_many_clients_that_leave_are_in_nobodys_way(
+    pair: Pair, aggregated: VllmServer, client: aiohttp.ClientSession
+) -> None:
+    """A Mooncake prefill that was asked in vain 20 times would serve nobody any more: see docs/vllm-facts.md."""
+    path, body = LEFT["chat"]
+    for _ in range(3):
+        requests = [asyncio.create_task(post(client, pair.url, path, body)) for _ in range(8)]
+        await decoding(client, pair.decode)
+        await asyncio.sleep(1.5)  # for the gateway to be sure that the decode has them
+        await asyncio.gather(*map(leave, requests))
+        assert await seconds_until_idle(client, pair.decode) < AT_ONCE
+    await asyncio.sleep(AT_ONCE)
+    question = {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh(60)}]}
+    answers = [await post(client, url, path, question) for url in (pair.url, aggregated.url)]
+    assert comparable(answers[0], stream=False) == comparable(answers[1], stream=False)
 
 
 # -- a killed prefill -------------------------------------------------------------------------------------------------
@@ -285,6 +308,8 @@ async def test_a_prefill_killed_before_the_decode_has_fetched(
     pair: Pair, client: aiohttp.ClientSession, *, stream: bool
 ) -> None:
     """The prefill leg has ended well, so that nothing of the request tells that the worker is gone."""
+    if stream and pair.connector == "mooncake":
+        pytest.skip("its head is out, and nothing tells whether a token has come: docs/vllm.md, what remains")
     body = {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh()}], "stream": stream}
     await post(client, pair.url, CHAT_PATH, {**CHAT, **GREEDY})  # a decode that never met it is told by the bootstrap
     async with frozen(pair.decode):
