@@ -216,12 +216,14 @@ class FakeClock:
         return handle
 
     def advance(self, seconds):
-        self.time += seconds
-        due = [h for h in self.scheduled if h.when <= self.time]
-        self.scheduled = [h for h in self.scheduled if h.when > self.time]
-        for handle in due:
-            if not handle.cancelled:
-                handle.callback()
+        end = self.time + seconds
+        while due := [h for h in self.scheduled if h.when <= end]:
+            first = min(due, key=lambda h: h.when)
+            self.scheduled.remove(first)
+            self.time = max(self.time, first.when)
+            if not first.cancelled:
+                first.callback()
+        self.time = end
 
 
 @dataclass

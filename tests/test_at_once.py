@@ -232,14 +232,14 @@ def test_as_is_one_whose_client_leaves_just_then():
     rig.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [429, 503])
 def test_a_prefill_that_has_no_time_for_that_is_asked_again(rig, status):
     client = rig.post(PATH, CHAT)
     prefills(rig)[0].answer(503)
     client.close()
     for _ in range(3):
         rig.clock.advance(0.2)
-        rig.egress.orders[-1].answer(status)
+        rig.egress.orders[-1].answer(status, headers=[(b"x-pd-upstream", b"127.0.0.1:1")])
         rig.clock.advance(5)
     rig.egress.orders[-1].answer(200)
     rig.clock.advance(100)
@@ -256,6 +256,18 @@ def test_nor_is_it_asked_for_ever(rig):
         if (last := rig.egress.orders[-1]).out:
             last.answer(503)
     assert 3 < len(unpinned(rig)) < 10
+
+
+@pytest.mark.parametrize(("status", "headers"), [(500, []), (502, []), (503, [(b"x-pd-local-reply", b"UC")])])
+def test_nor_where_it_may_have_done_it(rig, status, headers):
+    """A second one would take the first one's place, and its block be nobody's."""
+    client = rig.post(PATH, CHAT)
+    prefills(rig)[0].answer(503)
+    client.close()
+    rig.clock.advance(0.2)
+    rig.egress.orders[-1].answer(status, b"", headers)
+    rig.clock.advance(100)
+    assert len(unpinned(rig)) == 1
 
 
 def test_a_prefill_that_cannot_be_reached_frees_nobody(rig):
@@ -409,54 +421,6 @@ def prefilled(rig, body=CHAT):
     return client
 
 
-@pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "at once"])
-@pytest.mark.parametrize(
-    ("status", "headers", "by"),
-    [
-        (503, UNREACHABLE, "127.0.0.1:15"),
-        (503, REFUSED, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
-        (429, REFUSED, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
-        (503, LOST, None),
-        (400, REFUSED, None),
-        (500, REFUSED, None),
-    ],
-)
-def test_a_cache_is_freed_for_a_decode_that_never_had_the_request_and_for_no_other(status, headers, by, in_turn):
-    rig = Rig(*mooncake(decodes=(11, 12, 13, 14, 15)), retry=ONCE, mooncake_in_turn=in_turn)
-    client = prefilled(rig)
-    client.decode_head(status, headers)
-    client.close()
-    rig.clock.advance(10)
-    (leg,) = prefills(rig)
-    assert forgotten(rig) == ([(by, transfer(leg.body))] if by else [])
-    assert unpinned(rig) == []
-    rig.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "at once"])
-@pytest.mark.parametrize(
-    ("status", "flags", "by"),
-    [
-        (503, b"UF", "127.0.0.1:15"),
-        (503, None, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
-        (503, b"UC", None),
-        (500, None, None),
-    ],
-)
-def test_one_of_a_list_as_well(status, flags, by, in_turn):
-    rig = Rig(*mooncake(decodes=(11, 12, 13, 14, 15)), retry=ONCE, mooncake_in_turn=in_turn)
-    client = prefilled(rig, LIST)
-    headers = [(b"x-pd-local-reply", flags)] if flags else [(b"x-pd-upstream", b"127.0.0.1:11")]
-    rig.egress.out_at("decode")[0].answer(status, b"", headers)
-    client.close()
-    rig.clock.advance(10)
-    first, second = prefills(rig)
-    freed = dict(map(reversed, forgotten(rig)))
-    assert freed.pop(transfer(second.body))  # its decode leg was ended
-    assert freed == ({transfer(first.body): by} if by else {})
-    rig.assert_nothing_is_left()
-
-
 IN_TURN = pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "at once"])
 ENDS = pytest.mark.parametrize("end", ["leaves", "expires"])
 
@@ -473,12 +437,88 @@ def settled(rig, status=400):
     """A while later; orders to a decode have been answered with ``status``."""
     rig.clock.advance(0.5)
     assert unpinned(rig) == []  # a prefill would lose what it keeps
-    for order in rig.egress.orders:
-        order.answer(status)
+    for order in list(rig.egress.orders):
+        order.answer(status, headers=[(b"x-pd-upstream", b"127.0.0.1:11")])
     rig.clock.advance(10)
 
 
 STREAMED_LIST = LIST | {"stream": True}
+
+
+@IN_TURN
+@pytest.mark.parametrize(
+    ("body", "status", "headers", "by"),
+    [
+        (CHAT, 503, UNREACHABLE, "127.0.0.1:15"),
+        (CHAT, 503, REFUSED, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
+        (CHAT, 429, REFUSED, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
+        (STREAM, 503, LOST, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11"),
+    ],
+)
+def test_a_cache_that_no_decode_has_asked_for_is_freed(body, status, headers, by, in_turn):
+    rig = Rig(*mooncake(decodes=(11, 12, 13, 14, 15)), retry=ONCE, mooncake_in_turn=in_turn)
+    client = prefilled(rig, body)
+    client.decode_head(status, headers)
+    client.close()
+    settled(rig)
+    (leg,) = prefills(rig)
+    assert forgotten(rig) == [(by, transfer(leg.body))]
+    assert unpinned(rig) == []
+    rig.assert_nothing_is_left()
+
+
+@IN_TURN
+@pytest.mark.parametrize(("status", "headers"), [(503, LOST), (400, REFUSED), (401, REFUSED), (500, REFUSED)])
+def test_one_that_may_have_been_asked_for_is_freed_and_the_question_answered(status, headers, in_turn):
+    """The engine's handlers have it freed when they refuse a request; what comes before them does not."""
+    rig = Rig(*mooncake(), retry=ONCE, mooncake_in_turn=in_turn)
+    client = prefilled(rig)
+    rig.clock.advance(5)
+    client.decode_head(status, headers)
+    client.close()
+    settled(rig)
+    (leg,) = prefills(rig)
+    assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", transfer(leg.body))]
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body))]
+    rig.assert_nothing_is_left()
+
+
+def test_also_when_the_prefill_is_done_long_after_the_decode_has_refused(rig):
+    client = rig.post(PATH, CHAT)
+    client.decode_head(400, REFUSED)
+    client.close()
+    rig.clock.advance(50)
+    (leg,) = prefills(rig)
+    leg.answer(body=b"{}")
+    settled(rig)
+    assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", transfer(leg.body))]
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body))]
+    rig.assert_nothing_is_left()
+
+
+@IN_TURN
+@pytest.mark.parametrize(
+    ("status", "flags", "by", "settles"),
+    [
+        (503, b"UF", "127.0.0.1:15", False),
+        (503, None, "127.0.0.1:12,127.0.0.1:13,127.0.0.1:14,127.0.0.1:11", False),
+        (503, b"UC", "127.0.0.1:11,127.0.0.1:12,127.0.0.1:13,127.0.0.1:14", True),
+        (500, None, "127.0.0.1:11,127.0.0.1:12,127.0.0.1:13,127.0.0.1:14", True),
+    ],
+)
+def test_one_of_a_list_as_well(status, flags, by, settles, in_turn):
+    rig = Rig(*mooncake(decodes=(11, 12, 13, 14, 15)), retry=ONCE, mooncake_in_turn=in_turn)
+    client = prefilled(rig, LIST)
+    headers = [(b"x-pd-local-reply", flags)] if flags else [(b"x-pd-upstream", b"127.0.0.1:11")]
+    rig.egress.out_at("decode")[0].answer(status, b"", headers)
+    client.close()
+    settled(rig)
+    first, second = (transfer(leg.body) for leg in prefills(rig))
+    freed = {which: workers for workers, which in forgotten(rig)}
+    assert freed.keys() == {first, second}  # the other one's decode leg was ended
+    assert freed[first] == by
+    assert {which for _, which in unpinned(rig)} == ({first, second} if settles else {second})
+    rig.assert_nothing_is_left()
 
 
 @IN_TURN
@@ -518,6 +558,45 @@ def test_what_may_not_have_been_seen_by_its_decode_is_freed_first(body, seconds,
     settled(rig)
     assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", transfer(leg.body)) for leg in legs]
     assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body)) for leg in legs]
+    rig.assert_nothing_is_left()
+
+
+def test_another_decode_that_lives_is_no_proof(rig):
+    """The one that had the leg may be gone, and have asked for nothing."""
+    client = prefilled(rig)
+    rig.clock.advance(5)
+    ended(rig, client, "leaves")
+    for _ in range(2):
+        rig.clock.advance(0.5)
+        assert unpinned(rig) == []
+        rig.egress.orders[-1].answer(400, headers=[(b"x-pd-upstream", b"127.0.0.1:12")])
+    (leg,) = prefills(rig)
+    assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", transfer(leg.body))]
+    rig.clock.advance(2)
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body))]
+    rig.assert_nothing_is_left()
+
+
+def test_the_oldest_legs_question_is_answered_first():
+    """A prefill attends to some at a time: one that it can answer itself may wait behind those that it cannot."""
+    rig = Rig(*mooncake(prefills=(1,)))
+    clients = []
+    for _ in range(3):
+        clients.append(rig.post(PATH, CHAT))
+        prefills(rig)[-1].answer(body=b"{}")
+        rig.clock.advance(1)
+    legs = prefills(rig)
+    for client in reversed(clients):
+        client.close()
+    rig.clock.advance(0.5)
+    for order in list(rig.egress.orders):
+        order.answer(400, headers=[(b"x-pd-upstream", order.destination.split(",")[0].encode())])
+    seen = []
+    for _ in range(4):
+        rig.clock.advance(1 if not seen else 0.05)
+        seen.append([which for _, which in unpinned(rig)])
+    expected = [transfer(leg.body) for leg in legs]
+    assert seen == [expected[:1], expected[:2], expected, expected]
     rig.assert_nothing_is_left()
 
 

@@ -23,6 +23,8 @@ from extproc.exchange.clock import (
     LEFTOVER_SECONDS,
     LINGER_SECONDS,
     SECOND_CALL_SECONDS,
+    SETTLE_SECONDS,
+    TAKEN_SECONDS,
     UNPIN_SECONDS,
 )
 from extproc.exchange.record import NO_PARAMS, WAIVED, Record
@@ -89,7 +91,9 @@ def test_times_and_limits_are_the_codes():
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts
     assert f"call of a late answer {SECOND_CALL_SECONDS:g} s" in timeouts
-    assert f"then that prefill {UNPIN_SECONDS:g} s and {2 * UNPIN_SECONDS:g} s" in timeouts
+    assert f"decode whose prefill failed {UNPIN_SECONDS:g} s" in timeouts
+    assert f"after its 400 and {SETTLE_SECONDS:g} s, release" in section("Who ends what")
+    assert f"whose leg was ended after {TAKEN_SECONDS:g} s or more" in section("Who ends what")
     assert f"let finish, at most {LEFTOVER_SECONDS:g} s" in section("Who ends what")
     assert f"let finish ({LEFTOVER_SECONDS:g} s)" in VLLM
     assert f"holds it for {sglang.HOLD_SECONDS * 1000:g} ms" in SGLANG

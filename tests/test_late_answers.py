@@ -370,7 +370,7 @@ def test_a_race_lost_before_the_next_attempt(rig):
     client.call.take()
     client.decode_head(headers=WORKER)
     rig.clock.advance(5)
-    assert [leg for leg in rig.egress.legs if leg.out and not leg.is_order] == []
+    assert rig.egress.out_at("decode") == []
     end(rig, client)
 
 

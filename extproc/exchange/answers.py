@@ -15,9 +15,8 @@ from extproc.workers.worker import Worker
 _BODY_LIMIT: Final = 1 << 20  # of a worker's error that is passed on
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 _UPSTREAM: Final = UPSTREAM.encode()
-# What vLLM (0.32), or what stands before it, says without having looked at a request. All else comes from its handlers,
-# which have the prefill free what a request that they refuse was to fetch.
-_UNSEEN: Final = frozenset({429, 503})
+# What vLLM (0.32), or what stands before it, says without having looked at a request. (For others it asks, or may.)
+UNSEEN: Final = frozenset({429, 503})
 
 
 class AnswerHead(NamedTuple):
@@ -152,7 +151,7 @@ def never_fetched(code: str, status: int, *, stream: bool) -> bool:
         stream: of which a worker sends the head before it looks for a cache.
     """
     if not code:
-        return status in _UNSEEN
+        return status in UNSEEN
     return code.endswith("_unreachable") or (stream and code.endswith("_connection_lost"))
 
 

@@ -298,9 +298,11 @@ class Attempt:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _untold(self, part: _Part, code: str, status: int = 0) -> None:
-        """Have another decode worker tell the prefill what this one, which failed before its answer, never has."""
+        """See to what a decode worker that failed before its answer may not have told the prefill."""
         if part.plan is not None and never_fetched(code, status, stream=self._request.stream):
             part.params = part.params or part.plan.params
+        elif part.prefill is not None:
+            part.prefill.settle(refused=True)
 
     def _refused(self, part: _Part, error: GatewayError) -> None:
         self._unreachable = error.fault.code.endswith("_unreachable")

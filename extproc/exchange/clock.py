@@ -12,7 +12,7 @@ LINGER_SECONDS: Final = 0.05
 # an engine that sends it before it has a token does so within 10 ms, one that answers an abort likewise.
 HEAD_SECONDS: Final = 0.05
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
-LEFTOVER_SECONDS: Final = 60.0  # for a prefill to do what nobody wants any more, but must be done
+LEFTOVER_SECONDS: Final = 480.0  # for a prefill to do what nobody wants any more: so long a decode would wait for it
 # For a prefill to have sent a cache, and for its death to be noticed if it has not: it is looked at every 10 s.
 PUSH_SECONDS: Final = 30.0
 TAKEN_SECONDS: Final = 1.0  # for a decode to have taken in a request that is not streamed, of which it shows nothing

@@ -206,6 +206,8 @@ class DirectCourse:
         if status >= 400:
             if self._plan is not None and never_fetched(self._local_reply, status, stream=self._request.stream):
                 self._params = self._params or self._plan.params
+            elif self._leg is not None:
+                self._leg.settle(refused=True)
             self._fire(self._after_refusal(head))
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.

@@ -12,6 +12,7 @@ from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, RetryPolicy
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
 from extproc.exchange.record import Observer
+from extproc.exchange.releases import Releases
 from extproc.exchange.stored import StoredResponses
 from extproc.handoff.table import Handoffs
 from extproc.names import REQUEST_ID_HEADERS
@@ -87,6 +88,7 @@ class Gateway:
         self.report_unreachable = report_unreachable
         self.report_failure = report_failure
         self.stored = StoredResponses()
+        self.releases = Releases(clock)
         self.late: dict[bytes, LateReply] = {}  # answers whose second call is awaited, or there; by request id
         self.draining = False
         self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over

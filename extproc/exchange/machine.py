@@ -108,7 +108,10 @@ class Outside(Protocol):
         """End the decode leg's work on the worker; its connection is Envoy's to close."""
 
     def settle(self) -> None:
-        """Leave nothing of the KV cache's transfer, whether or not the ended decode leg had begun it."""
+        """Leave nothing of the KV cache's transfer, whether or not the ended decode leg had begun it.
+
+        Comes after drop_prefill, since it depends on whether the prefill is let finish.
+        """
 
     def linger(self) -> None:
         """Give the decode's load back and grant the prefill leg a moment, then raise LINGERED."""

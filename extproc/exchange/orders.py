@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from extproc.errors import GatewayError
-from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, SETTLE_SECONDS, UNPIN_SECONDS, Handle
+from extproc.exchange.answers import UNSEEN, answered_by
+from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, UNPIN_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = b"null"  # for a decode worker to have forgotten: whether it answers is the question
 _REFUSED: Final = 400  # what a decode worker says that has done as Handoff.forgets has it
+_FIRST_WAIT: Final = (
+    1.0  # seconds until a prefill is asked again that turned an order away; each is twice the one before
+)
+_LAST_WAIT: Final = 60.0
 
 
 def send_orders(
@@ -31,17 +36,17 @@ def send_orders(
     request_id: bytes,
     more: Sequence[Header] = (),
     limit: float = ABORT_SECONDS,
-    then: Callable[[int], None] | None = None,
+    then: Callable[[int, Sequence[Header]], None] | None = None,
 ) -> None:
     """POST each of ``orders`` (path, body) to the first of each of ``recipients`` that accepts a connection.
 
     Orders to end a leg at once, where closing its connection would take seconds to be noticed, and the like: a worker
-    that does not have what is meant ignores them, and nobody waits for the answers.
+    that does not have what is meant ignores them, and no request waits for the answers.
 
     Args:
         more: headers that they have besides a leg's.
         limit: how many seconds each may take.
-        then: is told the status of each that is answered.
+        then: is told the status and the headers of each answer.
     """
     for path, body in orders:
         for workers in recipients:
@@ -53,19 +58,20 @@ def send_orders(
 
 
 class OrderReceiver:
-    """Receives the answer to an order: nobody waits for it, but with it the order's time limit is over."""
+    """Receives the answer to an order, with which its time limit is over."""
 
-    __slots__ = ("_status", "_then", "limit")
+    __slots__ = ("_headers", "_status", "_then", "limit")
 
     limit: Handle
 
-    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+    def __init__(self, then: Callable[[int, Sequence[Header]], None] | None = None) -> None:
         self._then = then
         self._status = 0
+        self._headers: Sequence[Header] = ()
 
-    def head(self, status: int, headers: Sequence[Header]) -> None:  # noqa: ARG002 - LegReceiver's signature
+    def head(self, status: int, headers: Sequence[Header]) -> None:
         """See LegReceiver."""
-        self._status = status
+        self._status, self._headers = status, headers
 
     def data(self, chunk: bytes) -> None:
         """See LegReceiver."""
@@ -74,7 +80,7 @@ class OrderReceiver:
         """See LegReceiver."""
         self.limit.cancel()
         if self._then is not None:
-            self._then(self._status)
+            self._then(self._status, self._headers)
 
     def lost(self, reason: Lost, detail: str) -> None:  # noqa: ARG002 - LegReceiver's signature
         """See LegReceiver."""
@@ -95,30 +101,36 @@ def unpin(session: Session, head: RequestHead, placed: Placed, plan: Plan, error
     session.gateway.clock.after(UNPIN_SECONDS, _Release(session, head, pair.prefill, orders, plan).send)
 
 
-def settle(session: Session, head: RequestHead, placed: Placed, plan: Plan, *, taken: bool) -> None:
-    """Leave nothing of a transfer whose decode leg was ended before its answer, when its prefill was done, or nearly.
+def settle(
+    session: Session, head: RequestHead, placed: Placed, plan: Plan, since: float, *, taken: bool = False
+) -> None:
+    """Leave nothing of a transfer whose prefill is done, and whose decode leg has ended before it had a good answer.
 
     A decode worker is told to have the cache freed. Once that is done, the prefill is given something to send, for
-    whoever has asked in vain by then (see handoff/mooncake.py); never before, since a prefill that is given something
-    new for a transfer loses what it keeps for it.
+    whoever has asked in vain by then; never before, since it would lose what it keeps (see handoff/mooncake.py).
 
     Args:
-        taken: the decode surely has the request, and asks itself when it sees its leg end: one question in vain less,
-            of which a prefill attends to 20 at a time. It need only be seen to live.
+        since: when the decode leg began.
+        taken: its worker surely has the request, and asks itself when it sees its leg end: one question in vain less.
+            It need only be seen to live.
     """
     pair, handoff = placed
     orders = handoff.unpins(plan)
     if not orders:
         return
     gateway, request_id = session.gateway, session.record.request_id
-    forgets = handoff.forgets(_NOTHING if taken else plan.params)
     release = _Release(session, head, pair.prefill, orders, plan)
 
-    def done(status: int) -> None:
-        if status == _REFUSED:
-            gateway.clock.after(SETTLE_SECONDS, release.send)
+    def answered(status: int, headers: Sequence[Header]) -> None:
+        if status != _REFUSED:
+            return
+        if taken and answered_by(pair.decodes, headers) is not pair.decodes[0]:  # the one that was asked is gone
+            settle(session, head, placed, plan, since)
+        else:
+            gateway.releases.add(pair.prefill, since, release.send)
 
-    ask = partial(send_orders, gateway, head, [pair.decodes], forgets, request_id, then=done)
+    forgets = handoff.forgets(_NOTHING if taken else plan.params)
+    ask = partial(send_orders, gateway, head, [pair.decodes], forgets, request_id, then=answered)
     gateway.clock.after(UNPIN_SECONDS, ask)
 
 
@@ -136,18 +148,15 @@ class _Release:
         self._orders = orders
         self._more = plan.prefill_headers
         self._request_id = session.record.request_id
-        self._wait = SETTLE_SECONDS
+        self._wait = _FIRST_WAIT
 
     def send(self) -> None:
         """Send it."""
-        recipients = [(self._worker,)]
-        send_orders(
-            *(self._gateway, self._head, recipients, self._orders, self._request_id, self._more),
-            limit=LEFTOVER_SECONDS,
-            then=self._answered,
-        )
+        gateway, recipients, limit = self._gateway, [(self._worker,)], LEFTOVER_SECONDS
+        send_orders(gateway, self._head, recipients, self._orders, self._request_id, self._more, limit, self._answered)
 
-    def _answered(self, status: int) -> None:
-        if (status == 429 or status >= 500) and self._wait < LEFTOVER_SECONDS:
+    def _answered(self, status: int, headers: Sequence[Header]) -> None:
+        turned_away = status in UNSEEN and answered_by((self._worker,), headers) is not None
+        if turned_away and self._wait < _LAST_WAIT:
             self._gateway.clock.after(self._wait, self.send)
             self._wait *= 2

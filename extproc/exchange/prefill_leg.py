@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from math import inf
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer
@@ -17,6 +18,10 @@ from extproc.transport.interface import Leg
 
 if TYPE_CHECKING:
     from extproc.exchange.session import Session
+
+# Whose whole answers, when the client leaves, a vLLM decode (0.32) takes for refused. A stream's sends its head before
+# it asks for anything, and asks for nothing when its leg ends.
+_ASK_AT_THEIR_END: Final = frozenset({"chat", "completions", "messages", "responses"})
 
 
 class PrefillEvents(Protocol):
@@ -129,19 +134,23 @@ class PrefillLeg:
         """Free what a decode keeps for it: it failed with ``error``, and the decode's leg has ended, or soon will."""
         unpin(self._session, self._head, self._placed, self.plan, error)
 
-    def settle(self) -> None:
-        """Its decode leg was ended before its answer: leave nothing of the transfer.
+    def settle(self, *, refused: bool = False) -> None:
+        """Its decode leg has ended before it had a good answer: leave nothing of the transfer, once this one is done.
 
-        What a decode asks for before the prefill is done, is answered then; what it has asked just before, it may ask
-        once more just after.
+        What a decode asks for before, is answered then; so a leg that we ended, and so a decode that has most likely
+        seen the request, matters only where that was just before: it may ask once more just after.
+
+        Args:
+            refused: the decode leg was not ended by us.
         """
-        now = self._session.gateway.clock.now()
+        session, since = self._session, self._decoding
         if self._answered_well:
-            # A stream's decode sends its head before it asks for anything, and asks for nothing when its leg ends.
-            taken = not self._session.record.stream and now - self._decoding >= TAKEN_SECONDS
-            settle(self._session, self._head, self._placed, self.plan, taken=taken)
-        elif self._limit is not None:
-            self._unsettled = now + SETTLE_SECONDS
+            waited = session.gateway.clock.now() - since
+            taken = not refused and session.record.api in _ASK_AT_THEIR_END and not session.record.stream
+            taken = taken and waited >= TAKEN_SECONDS
+            settle(session, self._head, self._placed, self.plan, since, taken=taken)
+        else:
+            self._unsettled = inf if refused else session.gateway.clock.now() + SETTLE_SECONDS
 
     def _answered(self, answer: WholeAnswer) -> None:
         self._answered_well = True
@@ -149,7 +158,7 @@ class PrefillLeg:
         if self._limit is not None:
             self._let_finish()
             if now < self._unsettled:
-                self.settle()
+                self.settle(refused=self._unsettled == inf)
             return
         if self._placed.handoff.in_turn:
             self._decoding = now

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
         rooms: what they meet in; taken until the plan is released.
         names: by which the engine can be asked to end them; empty where it has no name of ours.
         params: what tells the decode where the KV cache is (raw JSON), where that is known before the prefill answers.
-            Only for a decode that cannot be reached may another be told to have it freed: see mooncake.py.
+            To have it freed has a price there, whether or not a decode has fetched it: see mooncake.py.
         prefill_headers: headers of the prefill leg that the client's request does not have.
     """
 
@@ -153,7 +153,7 @@ class Handoff(Protocol):
         """Path and body of the POST requests by which a decode worker has the prefill free a KV cache it holds.
 
         Args:
-            params: of :class:`Handed`.
+            params: of :class:`Handed` or :class:`Plan`; ``null`` for nothing: the decode worker shows that it lives.
         """
 
     def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:

@@ -11,10 +11,12 @@ the header ``x-data-parallel-rank``.
 Failure: without an engine id nothing can be minted, and the decode computes the prompt itself. A cache that no decode
 fetches stays with the prefill for 480 s unless a decode worker is made to say that it will not (see nixl). A decode
 that waits for a prefill that does not come keeps its memory as long, even after its client has left: so a prefill leg
-is never cancelled while its decode leg is out, and one that was refused is followed by one of another prompt under the
-same transfer id, which the decode throws away. The same answers a decode that asks in vain: the engine takes a client
-that leaves before a whole answer for a request that it refused, and asks for the cache once more to have it freed. Each
-such question occupies one of the prefill's 20 senders for 480 s; with all occupied, no decode gets a cache any more.
+is let finish, for as long, while its decode leg is out, and one that was refused is followed by one of another prompt
+under the same transfer id, which the decode throws away. The same answers a decode that asks in vain: the engine takes
+a client that leaves before a whole answer for a request that it refused, and asks for the cache once more to have it
+freed. Each such question occupies one of the prefill's 20 senders for 480 s; with all occupied, no decode gets a cache
+any more. But where the prefill still keeps the cache, another prompt under its transfer id makes it forget, for ever,
+whose those blocks are: so that comes only after a decode worker has had it freed.
 Source: vllm 0.32 distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py, and its example proxy.
 """
 
