@@ -76,7 +76,7 @@ async def decoding(client: aiohttp.ClientSession, server: VllmServer) -> None:
 
 
 async def seconds_until_idle(
-    client: aiohttp.ClientSession, *servers: VllmServer, blocks: int = 0, spare: int = 0
+    client: aiohttp.ClientSession, *servers: VllmServer, blocks: int = 0, spare: int = 0, patience: float = 20
 ) -> float:
     """How long it takes until no server has requests, nor blocks that are not free but for ``blocks`` each.
 
@@ -86,7 +86,7 @@ async def seconds_until_idle(
     kept = range(blocks + spare + 1) if spare else (blocks,)
     for server in servers:
         while (now := await held(client, server))[0] or now[1] not in kept:
-            assert time.monotonic() - started < 20, f"{server.name} still has (requests, blocks) {now}"
+            assert time.monotonic() - started < patience, f"{server.name} still has (requests, blocks) {now}"
             await asyncio.sleep(0.05)
     return time.monotonic() - started
 
