@@ -435,7 +435,7 @@ def ended(rig, client, end):
 
 def settled(rig, status=400):
     """A while later; orders to a decode have been answered with ``status``."""
-    rig.clock.advance(0.5)
+    rig.clock.advance(1.5)
     assert unpinned(rig) == []  # a prefill would lose what it keeps
     for order in list(rig.egress.orders):
         order.answer(status, headers=[(b"x-pd-upstream", b"127.0.0.1:11")])
@@ -567,7 +567,7 @@ def test_another_decode_that_lives_is_no_proof(rig):
     rig.clock.advance(5)
     ended(rig, client, "leaves")
     for _ in range(2):
-        rig.clock.advance(0.5)
+        rig.clock.advance(1.5)
         assert unpinned(rig) == []
         rig.egress.orders[-1].answer(400, headers=[(b"x-pd-upstream", b"127.0.0.1:12")])
     (leg,) = prefills(rig)
@@ -588,7 +588,7 @@ def test_the_oldest_legs_question_is_answered_first():
     legs = prefills(rig)
     for client in reversed(clients):
         client.close()
-    rig.clock.advance(0.5)
+    rig.clock.advance(1.5)
     for order in list(rig.egress.orders):
         order.answer(400, headers=[(b"x-pd-upstream", order.destination.split(",")[0].encode())])
     seen = []

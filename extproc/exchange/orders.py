@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.errors import GatewayError
 from extproc.exchange.answers import UNSEEN, answered_by
-from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, UNPIN_SECONDS, Handle
+from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, SETTLE_SECONDS, UNPIN_SECONDS, Handle
 from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
@@ -131,7 +131,7 @@ def settle(
 
     forgets = handoff.forgets(_NOTHING if taken else plan.params)
     ask = partial(send_orders, gateway, head, [pair.decodes], forgets, request_id, then=answered)
-    gateway.clock.after(UNPIN_SECONDS, ask)
+    gateway.clock.after(SETTLE_SECONDS, ask)  # not while the decode itself asks: the prefill answers one of the two
 
 
 class _Release:
