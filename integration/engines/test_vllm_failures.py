@@ -161,6 +161,7 @@ async def test_a_prefill_that_refuses_holds_nothing(
     if api == "list":
         await leases_over(pair, client)
         if pair.connector == "mooncake" and not stream:  # by chance, the other prompts' blocks stay: docs/vllm-facts.md
+            await asyncio.sleep(AT_ONCE)  # for the prefill to be told of what it keeps
             await fresh_decode(client, pair)
 
 
