@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = b"null"  # for a decode worker to have forgotten: whether it answers is the question
 _REFUSED: Final = 400  # what a decode worker says that has done as Handoff.forgets has it
-_FIRST_WAIT: Final = (
-    1.0  # seconds until a prefill is asked again that turned an order away; each is twice the one before
-)
+# Seconds until a prefill that turned an order away is asked again; each pause is twice the one before.
+_FIRST_WAIT: Final = 1.0
 _LAST_WAIT: Final = 60.0
 
 

@@ -40,12 +40,13 @@ class Releases:
     def _next(self, worker: str) -> None:
         waiting, now = self._waiting[worker], self._clock.now()
         due = [release for release in waiting if release.due <= now]
-        if due:
-            oldest = min(due, key=lambda release: release.since)
+        oldest = min(due, key=lambda release: release.since) if due else None
+        if oldest is not None:
             waiting.remove(oldest)
-            oldest.send()
         if waiting:
             pause = _PACE if due else min(release.due for release in waiting) - now
             self._clock.after(pause, partial(self._next, worker))
         else:
             del self._waiting[worker]
+        if oldest is not None:
+            oldest.send()
