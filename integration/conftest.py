@@ -11,6 +11,8 @@ import pytest_asyncio
 import uvloop
 from http2_client import Http2Client
 
+import extproc  # noqa: F401  # which must come before the tests' grpcio
+
 if TYPE_CHECKING:
     from product import Product
 

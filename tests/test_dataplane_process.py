@@ -73,18 +73,6 @@ exit 3"""
     assert not list(tmp_path.glob("pd-extproc-*"))  # noqa: ASYNC240  # nothing else runs
 
 
-@pytest.mark.parametrize(("end", "starts"), [("kill -SEGV $$", 2), ("kill -TERM $$", 1), ("exit 1", 1)])
-async def test_an_envoy_that_crashes_at_start_is_started_once_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str, starts: int
-) -> None:
-    count = tmp_path / "count"
-    script = f"[ $1 = --version ] && exit\necho >> {count}\n{end}"
-    with pytest.raises(EnvoyStartError, match="Envoy ended with status"):
-        await EnvoyProcess(CONFIG, program(tmp_path / "shaky", script)).start()
-    assert len(count.read_text()) == starts
-    assert ("it is started once more" in caplog.text) == (starts > 1)
-
-
 async def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     envoy = EnvoyProcess(CONFIG, program(tmp_path / "slow", "[ $1 = --version ] || exec sleep 60"))
     with pytest.raises(EnvoyStartError, match=r"not ready after 0.2 s"):

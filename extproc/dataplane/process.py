@@ -40,7 +40,6 @@ _POLL_SECONDS = 0.02
 _TERMINATION_SECONDS = 5.0
 _VERSION_SECONDS = 5.0
 _LONGEST_LOG_LINE = 1024 * 1024
-_CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT})
 
 
 class EnvoyNotFoundError(Exception):
@@ -49,10 +48,6 @@ class EnvoyNotFoundError(Exception):
 
 class EnvoyStartError(Exception):
     """Envoy did not come up; the message holds its own last words."""
-
-
-class _EnvoyCrashError(EnvoyStartError):
-    """It was nothing that Envoy objects to."""
 
 
 def find_envoy(path: str | None = None) -> str:
@@ -118,7 +113,7 @@ class EnvoyProcess:
         return self._process
 
     async def start(self, timeout: float = 20.0) -> None:  # noqa: ASYNC109  # part of the meaning
-        """Start Envoy and wait until it serves. One that crashes, which was seen once in thousands, is started again.
+        """Start Envoy and wait until it serves.
 
         Raises EnvoyNotFoundError, or EnvoyStartError when a port is taken, the configuration is refused, or ``timeout``
         seconds have passed.
@@ -127,10 +122,15 @@ class EnvoyProcess:
         _require_free(self._config.client_host, self._config.client_port, "--port")
         _require_free("127.0.0.1", self._config.admin_port, "--envoy-admin-port")
         try:
-            await self._start(timeout)
-        except _EnvoyCrashError as crash:
-            _log.warning("%s; it is started once more", crash)
-            await self._start(timeout)
+            await self._launch()
+            async with asyncio.timeout(timeout):
+                await self._until_ready()
+        except TimeoutError:
+            await self.stop(0)
+            raise EnvoyStartError(f"Envoy is not ready after {timeout:g} s. {await self._said()}") from None
+        except BaseException:
+            await self.stop(0)
+            raise
 
     async def wait(self) -> int:
         """Wait for Envoy's end; its exit status, negative for a signal."""
@@ -162,19 +162,6 @@ class EnvoyProcess:
             self._directory.cleanup()
             self._directory = None
             Path(self._config.egress.removeprefix("unix:")).unlink(missing_ok=True)  # Envoy leaves it behind
-
-    async def _start(self, timeout: float) -> None:  # noqa: ASYNC109  # part of the meaning
-        self._stopping = False
-        try:
-            await self._launch()
-            async with asyncio.timeout(timeout):
-                await self._until_ready()
-        except TimeoutError:
-            await self.stop(0)
-            raise EnvoyStartError(f"Envoy is not ready after {timeout:g} s. {await self._said()}") from None
-        except BaseException:
-            await self.stop(0)
-            raise
 
     async def _launch(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pd-extproc-")
@@ -220,9 +207,7 @@ class EnvoyProcess:
             while not await self._is_ready():
                 done, _ = await asyncio.wait([death], timeout=_POLL_SECONDS)
                 if done:
-                    status = death.result()
-                    error = _EnvoyCrashError if status in _CRASHES else EnvoyStartError
-                    raise error(f"Envoy ended with status {status} at start. {await self._said()}")
+                    raise EnvoyStartError(f"Envoy ended with status {death.result()} at start. {await self._said()}")
         finally:
             death.cancel()
         if self._config.client_port == 0:
