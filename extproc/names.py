@@ -9,6 +9,10 @@ from typing import Final
 DESTINATION: Final = "x-gateway-destination-endpoint"
 METADATA_NAMESPACE: Final = "envoy.lb"
 
+# Dynamic metadata that marks an answer of whose progress the service wants to hear; the value names it.
+PROGRESS_NAMESPACE: Final = "pd_extproc"
+WATCHED: Final = "watched"
+
 # Which role cluster the destination belongs to, PREFILL_CLUSTER or DECODE_CLUSTER. Egress: on every leg. Client
 # listener: only PREFILL_CLUSTER, set by the service on a path of pairs. Removed by the route.
 CLUSTER: Final = "x-pd-cluster"

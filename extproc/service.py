@@ -39,6 +39,7 @@ from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.settings import GrpcTransport, MooncakeDispatch, PolicyName, Settings
+from extproc.transport.access_logs import AccessLogs
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
@@ -109,9 +110,6 @@ class Service:
             settings.egress_address.removeprefix("unix:"),
             connections=min(settings.envoy_concurrency, _MOST_EGRESS_CONNECTIONS),
         )
-        self._server: ProcessServer = (
-            Ngh2ProcessServer() if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer()
-        )
         self.gateway = Gateway(
             _gateway_config(settings),
             Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
@@ -123,6 +121,9 @@ class Service:
             self._monitor.report_failure,
         )
         request_metrics.watch(self.gateway)
+        self._access_logs = AccessLogs(self.gateway.progress.received)
+        server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
+        self._server: ProcessServer = server(others=self._access_logs.methods)
         self.registry.subscribe(self._on_change)
 
     @property
@@ -174,6 +175,7 @@ class Service:
         stack.push_async_callback(self._metrics.stop)
         await self._server.start(settings.extproc_address, self._session)
         stack.push_async_callback(self._server.drain, 0)
+        stack.callback(self._access_logs.end)
         for name in _LIVENESS_SERVICES:
             self._server.set_serving(name, serving=True)
         stack.push_async_callback(self._egress.stop)

@@ -13,6 +13,7 @@ import pytest
 from conformance_rig import PATIENCE, SERVERS, UNLIMITED, Calls, Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from extproc.transport.access_logs import AccessLogs
 from extproc.transport.health import EXT_PROC
 from extproc.transport.methods import HIGH_WATER, LOW_WATER, PROCESS_PATH
 
@@ -309,6 +310,31 @@ async def test_a_message_beyond_the_bound_is_resource_exhausted(server_type: typ
         assert (await failure(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         await calls.all_ended(1)
     await server.drain(0)
+
+
+# access logs
+
+
+async def test_access_logs_are_received_until_they_are_ended(server_type: type[Server], tmp_path: Path) -> None:
+    messages = asyncio.Queue[bytes]()
+    logs = AccessLogs(messages.put_nowait)
+    server = server_type(others=logs.methods)
+    await server.start(f"unix:{tmp_path}/logs", Calls().process)
+    path = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+    async with channel(server) as connection, asyncio.timeout(PATIENCE):
+        for _ in range(2):  # Envoy opens the next when it has something to say
+            stream = connection.stream_unary(path)()
+            for message in (b"one", b"two"):
+                await stream.write(message)
+            assert [await messages.get(), await messages.get()] == [b"one", b"two"]
+            logs.end()
+            await stream.code()
+        stream = connection.stream_unary(path)()
+        await stream.write(b"three")
+        assert await messages.get() == b"three"
+    await server.drain(0)
+    logs.end()  # nothing is open any more
+    assert server.open_calls == 0
 
 
 # health

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from envoy.config.core.v3.base_pb2 import HeaderMap
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     HttpHeaders,
@@ -17,6 +18,7 @@ from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.orders import OrderReceiver
 from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
+from extproc.names import PROGRESS_NAMESPACE, WATCHED
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker, WorkerUrl
@@ -288,8 +290,17 @@ class Rig:
         assert self.gateway.alive == 0
         assert self.gateway.handoffs.live == 0
         assert self.gateway.late == {}
+        assert self.gateway.progress.watched == 0
         assert self.egress.out == []
         assert {w.id: w.load for w in self.workers if w.load} == {}
+
+    def report(self, name: str, sent: int) -> None:
+        """Envoy says how much of a watched answer has gone out."""
+        message = StreamAccessLogsMessage()
+        line = message.http_logs.log_entry.add()
+        line.common_properties.metadata.filter_metadata[PROGRESS_NAMESPACE].update({WATCHED: name})
+        line.response.response_body_bytes = sent
+        self.gateway.progress.received(message.SerializeToString())
 
 
 class Client:

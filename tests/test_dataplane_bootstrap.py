@@ -166,7 +166,7 @@ def test_ext_proc_modes() -> None:
         "response_trailer_mode": "SEND",
     }
     assert settings["allow_content_length_header"] is True
-    assert settings["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb"]}}
+    assert settings["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb", "pd_extproc"]}}
     assert settings["status_on_error"] == {"code": "ServiceUnavailable"}
     assert settings["grpc_service"]["timeout"] == "0s"
     assert "failure_mode_allow" not in settings
@@ -335,9 +335,12 @@ def test_client_host(host: str, expected: dict[str, bool]) -> None:
 
 
 def test_access_log_is_a_choice() -> None:
-    assert "access_log" not in manager(render(), "clients")
-    (log,) = manager(render(access_log=True), "clients")["access_log"]
+    (reports,) = manager(render(), "clients")["access_log"]
+    assert "common_config" in reports["typed_config"]
+    same, log = manager(render(access_log=True), "clients")["access_log"]
+    assert same == reports
     assert log["typed_config"]["log_format"]["json_format"]["flags"] == "%RESPONSE_FLAGS%"
+    assert log["filter"] == {"log_type_filter": {"types": ["DownstreamEnd"]}}  # reports are no lines
 
 
 def test_local_replies_are_of_the_catalogue() -> None:

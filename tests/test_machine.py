@@ -57,6 +57,7 @@ ANSWERING_PARALLEL PREFILL_FAILED    CUT                answer_error
 ANSWERING_PARALLEL EXPIRED           CUT                drop_prefill answer_error
 ANSWERING_PARALLEL CLOSED            LINGERING          linger
 ANSWERING          EXPIRED           CUT                answer_error
+ANSWERING          PREFILL_FAILED    CUT                answer_error
 ANSWERING          CLOSED            OVER               finish
 LINGERING          PREFILL_DONE      OVER               finish
 LINGERING          PREFILL_FAILED    OVER               finish

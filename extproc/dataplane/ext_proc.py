@@ -34,7 +34,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.messages import any_of, extension, http_filter, seconds
-from extproc.names import EXTPROC_CLUSTER, LATE, METADATA_NAMESPACE
+from extproc.names import EXTPROC_CLUSTER, LATE, METADATA_NAMESPACE, PROGRESS_NAMESPACE
 
 EXT_PROC_FILTER: Final = "ext_proc"
 LATE_FILTER: Final = "late"
@@ -53,7 +53,7 @@ def ext_proc_filter(config: DataplaneConfig) -> HttpFilter:
     """
     processor = _processor(config)
     processor.metadata_options = MetadataOptions(
-        receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])
+        receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE, PROGRESS_NAMESPACE])
     )
     processor.processing_mode = ProcessingMode(
         request_header_mode=_SEND,

@@ -32,7 +32,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 )
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
-from extproc.dataplane.access_log import client_access_log
+from extproc.dataplane.access_log import access_log_options, access_logs
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.ext_proc import ext_proc_filter, late_filter
 from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
@@ -85,7 +85,8 @@ def client_listener(config: DataplaneConfig) -> Listener:
         use_remote_address=True,  # x-forwarded-for gets the client's address
         early_header_mutation_extensions=[_strip_control_headers()],
         local_reply_config=client_replies(),
-        access_log=client_access_log() if config.access_log else [],
+        access_log=access_logs(config),
+        access_log_options=access_log_options(),
     )
     _leave_alone(manager)
     listener = _listener(CLIENT_LISTENER, socket_address(config.client_host, config.client_port), manager)

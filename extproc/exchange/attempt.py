@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
+from extproc.apis.table import RESPONSES
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, answered_by, but_last, never_fetched, refused_before
 from extproc.exchange.attempts import KvMissing
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _log: Final = logging.getLogger(__name__)
+_OUTPUT: Final = b"event: response.output"  # ..._item.added, ..._text.delta
 
 
 class AttemptEvents(Protocol):
@@ -59,6 +61,7 @@ class _Part:
     __slots__ = (
         "_attempt",
         "_refusal",
+        "begun",
         "decode",
         "headed",
         "index",
@@ -74,6 +77,7 @@ class _Part:
         self.index = index
         self.worker = worker  # who decodes, as far as known
         self.headed = False  # it is known
+        self.begun = False  # a token of the answer has come
         self.plan: Plan | None = None
         self.params = b""  # what a decode may still have to be told of, for the prefill to free the KV cache
         self.prefill: PrefillLeg | None = None
@@ -95,6 +99,7 @@ class _Part:
         if self._refusal is not None:
             self._refusal.data(chunk)
         else:
+            self.begun = self.begun or self._attempt.shows_token(chunk)
             self._attempt.events.decode_data(self.index, chunk)
 
     def done(self) -> None:
@@ -130,6 +135,15 @@ class _Part:
     def prefilling(self) -> bool:
         """The prefill leg is out."""
         return self.prefill is not None and self.prefill.out
+
+    def may_wait_for(self, worker: Worker) -> bool:
+        """The decode may have nothing of the cache that ``worker``, which is lost, was to send."""
+        return (
+            self.decode is not None
+            and not self.begun
+            and self.prefill is not None
+            and self.prefill.is_fetched_from(worker)
+        )
 
     def over(self) -> None:
         """The decode leg has ended."""
@@ -202,8 +216,7 @@ class Attempt:
 
     def prefill_lost(self, worker: Worker) -> None:
         """A prefill worker is gone: see whether a decode waits for it in vain, and always will."""
-        waits = any(part.plan and part.decode is not None and not part.prefilling for part in self._parts)
-        if waits and worker is self.prefill and self._handoff.pushes:
+        if any(part.may_wait_for(worker) for part in self._parts):
             self.events.leg_failed(gone(worker), (worker,))
 
     def _say(self, kv: Kv, note: str = "") -> None:
@@ -283,6 +296,10 @@ class Attempt:
             is_failure=self._handoff.failed,
             answers_client=True,
         )
+
+    def shows_token(self, chunk: bytes) -> bool:
+        """Whether the first pieces of an answer, of which this is one, mean that the decode has the KV cache."""
+        return self._request.api is not RESPONSES or _OUTPUT in chunk  # whose first events repeat the request
 
     def kept(self, part: _Part) -> None:
         """A decode leg answers 2xx: its worker may keep the answer."""

@@ -15,6 +15,8 @@ ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
 LEFTOVER_SECONDS: Final = 480.0  # for a prefill to do what nobody wants any more: so long a decode would wait for it
 # For a prefill to have sent a cache, and for its death to be noticed if it has not: it is looked at every 10 s.
 PUSH_SECONDS: Final = 30.0
+# For a decode that has the cache to show a token, where nothing but that tells it from one that waits in vain.
+FIRST_TOKEN_SECONDS: Final = 5.0
 TAKEN_SECONDS: Final = 1.0  # for a decode to have taken in a request that is not streamed, of which it shows nothing
 UNPIN_SECONDS: Final = 0.1  # for Envoy to end a decode leg
 SETTLE_SECONDS: Final = 1.0  # for an engine to ask for what a leg that was ended has not fetched, or is to have freed

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.apis.json_object import NO_EDITS, Edits, LegEdits
 from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, NO_BODY, InferenceRequest
-from extproc.apis.table import CHAT
+from extproc.apis.table import CHAT, RESPONSES
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.answers import AnswerHead, but_last, never_fetched
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
-from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, PUSH_SECONDS, Handle
+from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.failures import gone, kv_missing, refuse_unknown, report
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.leg_heads import destinations, leg_path
@@ -22,6 +22,7 @@ from extproc.exchange.machine import Event, Outside, State, rule_of
 from extproc.exchange.orders import send_orders
 from extproc.exchange.placed import Placed
 from extproc.exchange.prefill_leg import PrefillLeg
+from extproc.exchange.progress import Watch
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
@@ -77,6 +78,7 @@ class DirectCourse:
         "_unpinned",
         "_upstreams",
         "_waives",
+        "_watch",
     )
 
     def __init__(self, session: Session, head: RequestHead, request: InferenceRequest, upstreams: Sequence[Worker]):
@@ -105,6 +107,7 @@ class DirectCourse:
         self._local_reply = ""  # the code of an answer that Envoy made up itself
         self._released = False
         self._waives = False  # the decode is to do without the prefill that failed
+        self._watch: Watch | None = None  # of an answer whose decode may yet wait for the prefill in vain
         self._unpinned: GatewayError | None = None  # of a prefill leg that failed while the decode's was out
 
     @classmethod
@@ -230,12 +233,13 @@ class DirectCourse:
 
     def prefill_lost(self, worker: Worker) -> None:
         """See Course. A decode that waits for its cache in vain would do so for ever; one that has it, not be hurt."""
-        handoff, now = self._handoff, self._session.gateway.clock.now()
-        if self._state is not State.DECODING or worker is not self._prefill or handoff is None or not handoff.pushes:
+        if self._leg is None or not self._leg.is_fetched_from(worker):
             return
-        if now - self._session.record.prefill_ended < PUSH_SECONDS:
+        if self._state is State.DECODING:
             self._error = error = gone(worker)
             self._fire(self._after(error, worker))
+        elif self._watch is not None:
+            self._watch.doubt()
 
     def abandon(self) -> None:
         """See Course."""
@@ -321,7 +325,7 @@ class DirectCourse:
             record.prefill = self._decode.name
         else:
             record.decode = self._decode.name
-        session.call.send(wire.response_headers_reply(answer_mutation(session)))
+        session.call.send(wire.response_headers_reply(answer_mutation(session), self._watched()))
 
     def hold_head(self) -> None:
         """See Outside."""
@@ -406,11 +410,29 @@ class DirectCourse:
         try:
             self.drop_prefill()  # only after a defect is there one left
             self._unpin()
+            watch, self._watch = self._watch, None  # it refers back to us
+            if watch is not None:
+                self._session.gateway.progress.end(watch)
             self.give_back()
         finally:
             self._session.finish()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _watched(self) -> bytes:
+        """Begin to watch an answer of which a head does not yet mean that the decode has the cache."""
+        handoff, request = self._handoff, self._request
+        if handoff is None or not handoff.pushes or not request.stream or self._status >= 300:
+            return b""
+        # A response's first events repeat the request.
+        watch = self._watch = self._session.gateway.progress.begin(self._stuck, speaks_early=request.api is RESPONSES)
+        return wire.watched_metadata(watch.name)
+
+    def _stuck(self) -> None:
+        """The prefill was gone before the decode had the cache, and so nothing of its answer will come."""
+        if self._state is State.ANSWERING and self._prefill is not None:
+            self._error = gone(self._prefill)
+            self._fire(Event.PREFILL_FAILED)
 
     def _fire(self, event: Event) -> None:
         """Let an event happen; a defect ends the request and nothing else."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, RetryPolicy
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
+from extproc.exchange.progress import Progress
 from extproc.exchange.record import Observer
 from extproc.exchange.releases import Releases
 from extproc.exchange.stored import StoredResponses
@@ -89,6 +90,7 @@ class Gateway:
         self.report_failure = report_failure
         self.stored = StoredResponses()
         self.releases = Releases(clock)
+        self.progress = Progress(clock)
         self.late: dict[bytes, LateReply] = {}  # answers whose second call is awaited, or there; by request id
         self.draining = False
         self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over

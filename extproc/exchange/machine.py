@@ -189,6 +189,8 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     # is let do so, or each short generation would cost the worker a broken connection.
     (_S.ANSWERING_PARALLEL, _E.CLOSED): (_S.LINGERING, ("linger",)),
     (_S.ANSWERING, _E.EXPIRED): (_S.CUT, ("answer_error",)),
+    # As in DECODING, of a stream whose head came before.
+    (_S.ANSWERING, _E.PREFILL_FAILED): (_S.CUT, ("answer_error",)),
     (_S.ANSWERING, _E.CLOSED): (_S.OVER, ("finish",)),
     (_S.LINGERING, _E.PREFILL_DONE): (_S.OVER, ("finish",)),
     (_S.LINGERING, _E.PREFILL_FAILED): (_S.OVER, ("finish",)),

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer
-from extproc.exchange.clock import LEFTOVER_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
+from extproc.exchange.clock import LEFTOVER_SECONDS, PUSH_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
 from extproc.exchange.orders import send_orders, settle, unpin
 from extproc.exchange.placed import Placed
 from extproc.handoff.handoff import Plan
 from extproc.transport.interface import Leg
+from extproc.workers.worker import Worker
 
 if TYPE_CHECKING:
     from extproc.exchange.session import Session
@@ -87,7 +88,7 @@ class PrefillLeg:
         self._leg: Leg | None = None
         self._limit: Handle | None = None  # of a leg that is let finish although nobody wants its answer any more
         self.plan = plan
-        self._answered_well = False
+        self._answered_well: float | None = None  # when that was
         self._decoding = 0.0  # since when the decode leg is out
         self._unsettled = 0.0  # until then its decode may ask for what it has had
 
@@ -95,6 +96,13 @@ class PrefillLeg:
     def out(self) -> bool:
         """It was sent, and somebody waits for its answer."""
         return self._leg is not None and self._limit is None
+
+    def is_fetched_from(self, worker: Worker) -> bool:
+        """Whether a decode may still wait for what ``worker`` sends of it, if that has been lost now."""
+        pair, handoff = self._placed
+        if worker is not pair.prefill or not handoff.pushes or self._answered_well is None:
+            return False
+        return self._session.gateway.clock.now() - self._answered_well < PUSH_SECONDS
 
     def send(self) -> None:
         """Send it. It counts on its worker until it ends, long before the request does."""
@@ -144,7 +152,7 @@ class PrefillLeg:
             refused: the decode leg was not ended by us.
         """
         session, since = self._session, self._decoding
-        if self._answered_well:
+        if self._answered_well is not None:
             waited = session.gateway.clock.now() - since
             taken = not refused and session.record.api in _ASK_AT_THEIR_END and not session.record.stream
             taken = taken and waited >= TAKEN_SECONDS
@@ -153,8 +161,7 @@ class PrefillLeg:
             self._unsettled = inf if refused else session.gateway.clock.now() + SETTLE_SECONDS
 
     def _answered(self, answer: WholeAnswer) -> None:
-        self._answered_well = True
-        now = self._session.gateway.clock.now()
+        self._answered_well = now = self._session.gateway.clock.now()
         if self._limit is not None:
             self._let_finish()
             if now < self._unsettled:

@@ -130,7 +130,7 @@ class RelayedCourse:
 
     def prefill_lost(self, worker: Worker) -> None:
         """See Course."""
-        if self._attempt is not None and self._phase is _Phase.WAITING:
+        if self._attempt is not None and self._phase in (_Phase.WAITING, _Phase.ANSWERING):
             self._attempt.prefill_lost(worker)
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002

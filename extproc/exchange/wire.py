@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from extproc.names import DESTINATION, METADATA_NAMESPACE, UPSTREAM
+from extproc.names import DESTINATION, METADATA_NAMESPACE, PROGRESS_NAMESPACE, UPSTREAM, WATCHED
 
 _OVERWRITE: Final = b"\x18\x02"  # HeaderValueOption.append_action = OVERWRITE_IF_EXISTS_OR_ADD
 BODY_CHUNK: Final = 1 << 16  # streamed replies leave in pieces of at most this size, well below gRPC's 4 MB default
@@ -60,9 +60,17 @@ REMOVE_UPSTREAM: Final = remove_header(UPSTREAM.encode())
 @lru_cache(4096)  # there are few orders of few workers
 def destination_metadata(addresses: str) -> bytes:
     """The ``dynamic_metadata`` field that names the hosts Envoy may use: ``ip:port,...`` in order of preference."""
-    value = field(3, addresses.encode())  # Value.string_value
-    inner = field(1, field(1, DESTINATION.encode()) + field(2, value))  # Struct.fields entry
-    outer = field(1, field(1, METADATA_NAMESPACE.encode()) + field(2, field(5, inner)))  # Value.struct_value
+    return _metadata(METADATA_NAMESPACE, DESTINATION, addresses)
+
+
+def watched_metadata(name: str) -> bytes:
+    """The ``dynamic_metadata`` field by which Envoy reports the progress of an answer under ``name``."""
+    return _metadata(PROGRESS_NAMESPACE, WATCHED, name)
+
+
+def _metadata(namespace: str, key: str, value: str) -> bytes:
+    inner = field(1, field(1, key.encode()) + field(2, field(3, value.encode())))  # Struct.fields entry: string_value
+    outer = field(1, field(1, namespace.encode()) + field(2, field(5, inner)))  # Value.struct_value
     return field(8, outer)
 
 
@@ -81,9 +89,9 @@ def request_body_reply(body: bytes, *, end: bool) -> bytes:
     return _streamed_body(3, body, end=end)
 
 
-def response_headers_reply(mutation: bytes) -> bytes:
+def response_headers_reply(mutation: bytes, metadata: bytes = b"") -> bytes:
     """``ProcessingResponse.response_headers`` with a header mutation."""
-    return _mutation(2, mutation)
+    return _mutation(2, mutation) + metadata
 
 
 def response_headers_replaced(mutation: bytes, body: bytes) -> bytes:

@@ -12,20 +12,24 @@ from extproc.transport.address import SocketFile, TcpAddress, UnixAddress, claim
 from extproc.transport.grpc_framing import DEFAULT_MAX_MESSAGE
 from extproc.transport.grpcio_call import GrpcioCall
 from extproc.transport.health import HealthStatuses
-from extproc.transport.methods import Method, method_table
+from extproc.transport.methods import NO_METHODS, Method, method_table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.transport.interface import Process
 
 
 class GrpcioProcessServer:
     """Implements ``ProcessServer`` with grpcio's own HTTP/2 engine.
 
-    ``max_message`` bounds one gRPC message in bytes; a longer one ends its call with RESOURCE_EXHAUSTED.
+    ``max_message`` bounds one gRPC message in bytes; a longer one ends its call with RESOURCE_EXHAUSTED. ``others`` are
+    methods that it serves besides those of ``ProcessServer``, by path.
     """
 
-    def __init__(self, max_message: int = DEFAULT_MAX_MESSAGE) -> None:
+    def __init__(self, max_message: int = DEFAULT_MAX_MESSAGE, others: Mapping[str, Method] = NO_METHODS) -> None:
         self._max_message = max_message
+        self._others = others
         self._health = HealthStatuses()
         self._calls: set[GrpcioCall] = set()
         self._server: grpc.aio.Server | None = None
@@ -58,7 +62,7 @@ class GrpcioProcessServer:
                 ("grpc.keepalive_timeout_ms", 15_000),
             ]
         )
-        server.add_generic_rpc_handlers((_Methods(method_table(process, self._health), self._calls),))
+        server.add_generic_rpc_handlers((_Methods(method_table(process, self._health, self._others), self._calls),))
         try:
             port = server.add_insecure_port(str(parsed))
         except RuntimeError as error:

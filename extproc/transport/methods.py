@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call, CallHandler, Process
@@ -61,8 +62,9 @@ class RequestHandler:
 
 
 Method = Callable[[RpcCall], CallHandler]
+NO_METHODS: Final[Mapping[str, Method]] = MappingProxyType({})
 
 
-def method_table(process: Process, health: HealthStatuses) -> dict[str, Method]:
+def method_table(process: Process, health: HealthStatuses, others: Mapping[str, Method]) -> dict[str, Method]:
     """Every method served, by path."""
-    return {PROCESS_PATH: process, **health.methods}
+    return {PROCESS_PATH: process, **health.methods, **others}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from extproc.transport.address import SocketFile, TcpAddress, UnixAddress, claim_socket_file, parse_address
 from extproc.transport.grpc_framing import DEFAULT_MAX_MESSAGE
 from extproc.transport.health import HealthStatuses
 from extproc.transport.interface import Process
-from extproc.transport.methods import method_table
+from extproc.transport.methods import NO_METHODS, Method, method_table
 from extproc.transport.ngh2_connection import ServerConnection
 
 _log = logging.getLogger(__name__)
@@ -20,11 +21,13 @@ _BACKLOG = 1024  # a unix socket refuses at once what does not fit, and many Env
 class Ngh2ProcessServer:
     """Implements ``ProcessServer`` with asyncio protocols; works on uvloop and on plain asyncio.
 
-    ``max_message`` bounds one gRPC message in bytes; a longer one ends its call with RESOURCE_EXHAUSTED.
+    ``max_message`` bounds one gRPC message in bytes; a longer one ends its call with RESOURCE_EXHAUSTED. ``others`` are
+    methods that it serves besides those of ``ProcessServer``, by path.
     """
 
-    def __init__(self, max_message: int = DEFAULT_MAX_MESSAGE) -> None:
+    def __init__(self, max_message: int = DEFAULT_MAX_MESSAGE, others: Mapping[str, Method] = NO_METHODS) -> None:
         self._max_message = max_message
+        self._others = others
         self._health = HealthStatuses()
         self._connections: set[ServerConnection] = set()
         self._none_left = asyncio.Event()
@@ -46,7 +49,7 @@ class Ngh2ProcessServer:
 
     async def start(self, address: str, process: Process) -> None:
         """See ``ProcessServer.start``; raises ValueError when ``address`` is not one."""
-        methods = {path.encode(): method for path, method in method_table(process, self._health).items()}
+        methods = {path.encode(): method for path, method in method_table(process, self._health, self._others).items()}
 
         def connect() -> ServerConnection:
             return ServerConnection(methods, self._max_message, self)

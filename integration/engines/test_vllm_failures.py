@@ -322,8 +322,6 @@ async def test_a_prefill_killed_before_the_decode_has_fetched(
     pair: Pair, client: aiohttp.ClientSession, *, stream: bool
 ) -> None:
     """The prefill leg has ended well, so that nothing of the request tells that the worker is gone."""
-    if stream and pair.connector == "mooncake":
-        pytest.skip("its head is out, and nothing tells whether a token has come: docs/vllm.md, what remains")
     body = {**CHAT, **GREEDY, "messages": [{"role": "user", "content": fresh()}], "stream": stream}
     await post(client, pair.url, CHAT_PATH, {**CHAT, **GREEDY})  # a decode that never met it is told by the bootstrap
     async with frozen(pair.decode):
@@ -332,7 +330,7 @@ async def test_a_prefill_killed_before_the_decode_has_fetched(
         await unloaded(client, pair.url, pair.prefill)
         pair.prefill.stop()
     try:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):  # Mooncake: to find it gone, and to see that no token comes
             asked = await request
         assert asked.error
     finally:

@@ -1,0 +1,214 @@
+"""A stream whose head is out when the prefill that was to send its cache is found gone."""
+
+import pytest
+from fakes import Rig, mooncake, nixl, rejection, released
+from google.protobuf.json_format import MessageToDict
+
+from extproc.exchange.attempts import RetryPolicy
+from extproc.exchange.clock import FIRST_TOKEN_SECONDS, PUSH_SECONDS
+
+CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]})
+RESPONSES = ("/v1/responses", {"model": "tiny", "input": "Say hi"})
+STREAM = {"stream": True}
+LISTED = ("/v1/completions", {"model": "tiny", "prompt": ["a", "b"], **STREAM})
+STEADY = RetryPolicy(jitter=0)
+SERVED = [("x-pd-upstream", "127.0.0.1:11")]
+EVENT = b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n'
+CREATED, DELTA = b"event: response.created\ndata: {}\n\n", b"event: response.output_text.delta\ndata: {}\n\n"
+
+
+def end(rig, *calls):
+    for call in calls:
+        call.close()
+    for leg in list(rig.egress.out):
+        leg.answer()  # those that are let finish
+    rig.clock.advance(0.05)
+    rig.assert_nothing_is_left()
+
+
+def watched_name(client):
+    """The name under which Envoy is asked to report; empty if it is not."""
+    (message,) = client.call.take()
+    assert message.WhichOneof("response") == "response_headers"
+    return MessageToDict(message.dynamic_metadata).get("pd_extproc", {}).get("watched", "")
+
+
+def streamed(rig, question=CHAT):
+    """A stream whose prefill is done and whose head is out; Envoy's name for it, and who prefilled."""
+    path, body = question
+    client = rig.post(path, body | STREAM)
+    released(client)
+    client.decode_head(headers=SERVED)
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    return client, watched_name(client), next(w for w in rig.workers if w.endpoint == leg.destination)
+
+
+@pytest.fixture
+def rig():
+    return Rig(*mooncake(), retry=STEADY)
+
+
+def test_a_stream_of_which_nothing_comes_is_cut(rig):
+    client, name, prefill = streamed(rig)
+    rig.report(name, 0)  # before anybody knows
+    rig.gateway.prefill_lost(prefill)
+    rig.report(name, 0)  # the decode may be at its first token
+    rig.clock.advance(FIRST_TOKEN_SECONDS / 2)
+    rig.gateway.prefill_lost(prefill)  # still so
+    rig.clock.advance(FIRST_TOKEN_SECONDS / 2)
+    assert client.call.take() == []
+    rig.report(name, 0)
+    assert rejection(client)[0] == 502
+    rig.report(name, 0)
+    assert client.call.take() == []
+    end(rig, client)
+    (record,) = rig.records
+    assert (record.status, record.code) == (200, "prefill_connection_lost")
+    assert str(prefill.url) in record.message
+
+
+@pytest.mark.parametrize("sent", [(1,), (0, 1), (0, 1, 1)])
+def test_a_stream_that_flows_is_left_alone(rig, sent):
+    client, name, prefill = streamed(rig)
+    rig.gateway.prefill_lost(prefill)
+    for each in sent:
+        rig.clock.advance(FIRST_TOKEN_SECONDS / 2)
+        rig.report(name, each)
+    rig.clock.advance(10 * FIRST_TOKEN_SECONDS)
+    rig.report(name, sent[-1])  # its client reads slowly
+    assert client.call.take() == []
+    end(rig, client)
+
+
+def test_a_response_flows_when_more_comes_than_its_first_events(rig):
+    client, name, prefill = streamed(rig, RESPONSES)
+    rig.gateway.prefill_lost(prefill)
+    for sent in (900, 900, 901):
+        rig.report(name, sent)
+        rig.clock.advance(FIRST_TOKEN_SECONDS / 2)
+    rig.report(name, 901)
+    assert client.call.take() == []
+    end(rig, client)
+
+
+def test_a_response_of_which_only_its_first_events_come_is_cut(rig):
+    client, name, prefill = streamed(rig, RESPONSES)
+    rig.gateway.prefill_lost(prefill)
+    rig.report(name, 900)
+    rig.clock.advance(FIRST_TOKEN_SECONDS)
+    rig.report(name, 900)
+    assert rejection(client)[0] == 502
+    end(rig, client)
+
+
+def test_nothing_is_doubted_without_a_reason(rig):
+    client, name, prefill = streamed(rig)
+    other = next(w for w in rig.workers if w.role is prefill.role and w is not prefill)
+    rig.gateway.prefill_lost(other)
+    rig.clock.advance(PUSH_SECONDS)
+    rig.gateway.prefill_lost(prefill)  # which has long sent it
+    rig.report(name, 0)
+    rig.clock.advance(FIRST_TOKEN_SECONDS)
+    rig.report(name, 0)
+    assert client.call.take() == []
+    end(rig, client)
+
+
+def test_reports_of_others_and_after_the_end_are_no_matter(rig):
+    client, name, prefill = streamed(rig)
+    rig.gateway.prefill_lost(prefill)
+    rig.report("another", 0)
+    rig.clock.advance(FIRST_TOKEN_SECONDS)
+    rig.report("another", 0)
+    assert client.call.take() == []
+    end(rig, client)
+    rig.report(name, 0)
+    rig.gateway.progress.received(b"")
+    assert client.call.take() == []
+
+
+@pytest.mark.parametrize("workers", [(), nixl()], ids=["sglang", "nixl"])
+def test_only_what_a_prefill_pushes_is_watched(workers):
+    rig = Rig(*workers, retry=STEADY)
+    path, body = CHAT
+    client = rig.post(path, body | STREAM)
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    client.call.take()
+    client.decode_head(headers=SERVED)
+    assert watched_name(client) == ""
+    end(rig, client)
+
+
+@pytest.mark.parametrize(("status", "stream"), [(200, False), (400, True)])
+def test_only_streams_are_watched(rig, status, stream):
+    path, body = CHAT
+    client = rig.post(path, body | {"stream": stream})
+    released(client)
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    client.decode_head(status, headers=SERVED)
+    assert watched_name(client) == ""
+    rig.clock.advance(10)  # in which what a refusal may leave is settled
+    end(rig, client)
+
+
+# -- answers that pass through the service ----------------------------------------------------------------------------
+
+
+def test_a_list_of_which_one_answer_does_not_come_ends_with_an_error(rig):
+    client = rig.post(*LISTED)
+    legs = rig.egress.out_at("prefill")
+    for leg in legs:
+        leg.answer()
+    prefill = next(w for w in rig.workers if w.endpoint == legs[0].destination)
+    first, second = rig.egress.out_at("decode")
+    for decode in (first, second):
+        decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
+    first.receiver.data(EVENT)
+    client.call.take()
+    rig.gateway.prefill_lost(prefill)
+    last = b"".join(client.call.take())
+    assert b"prefill_connection_lost" in last
+    end(rig, client)
+
+
+@pytest.mark.parametrize(("question", "piece", "flows"), [(CHAT, EVENT, True), (RESPONSES, CREATED, False)])
+def test_a_late_answer(rig, question, piece, flows):
+    path, body = question
+    client = rig.post(path, body | STREAM)
+    released(client)
+    client.decode_head(503, SERVED)
+    second = client.late()
+    rig.clock.advance(STEADY.initial)
+    prefill_leg, (decode,) = rig.egress.out_at("prefill")[-1], rig.egress.out_at("decode")
+    prefill_leg.answer()
+    decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
+    decode.receiver.data(piece)
+    second.call.take()
+    rig.gateway.prefill_lost(next(w for w in rig.workers if w.endpoint == prefill_leg.destination))
+    assert bool(second.call.take() or second.call.aborted) is not flows
+    if flows:
+        decode.receiver.data(EVENT)
+        decode.receiver.done()
+    end(rig, client, second)
+
+
+def test_a_late_response_whose_output_has_begun(rig):
+    path, body = RESPONSES
+    client = rig.post(path, body | STREAM)
+    released(client)
+    client.decode_head(503, SERVED)
+    second = client.late()
+    rig.clock.advance(STEADY.initial)
+    prefill_leg, (decode,) = rig.egress.out_at("prefill")[-1], rig.egress.out_at("decode")
+    prefill_leg.answer()
+    decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
+    for piece in (CREATED, DELTA):
+        decode.receiver.data(piece)
+    second.call.take()
+    rig.gateway.prefill_lost(next(w for w in rig.workers if w.endpoint == prefill_leg.destination))
+    assert second.call.take() == []
+    assert second.call.aborted is None
+    end(rig, client, second)
