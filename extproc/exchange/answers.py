@@ -9,6 +9,7 @@ from extproc.errors import CATALOGUE, GatewayError
 from extproc.exchange.failures import failure_of, loss_of
 from extproc.exchange.headers import HeaderValue
 from extproc.names import ERROR_CODE, LOCAL_REPLY, UPSTREAM
+from extproc.policies.placement import Placer
 from extproc.transport.interface import Header, Lost
 from extproc.workers.worker import Worker
 
@@ -155,9 +156,21 @@ def never_fetched(code: str, status: int, *, stream: bool) -> bool:
     return code.endswith("_unreachable") or (stream and code.endswith("_connection_lost"))
 
 
-def but_last(workers: Sequence[Worker], worker: Worker) -> Sequence[Worker]:
-    """``workers``, of which ``worker`` should be tried last."""
-    return (*(other for other in workers if other is not worker), worker)
+def tellable(
+    placer: Placer, model: str | None, workers: Sequence[Worker], failed: Worker | None, *, unreachable: bool
+) -> Sequence[Worker]:
+    """Decode workers that can have a prefill free what it holds, in order of preference.
+
+    Args:
+        placer: knows others.
+        model: the request's.
+        workers: where the decode leg went, or may have gone.
+        failed: who of them has it, and failed; comes last.
+        unreachable: none of them accepts a connection.
+    """
+    if unreachable:
+        return placer.alike(model, workers[0], workers)
+    return workers if failed is None else (*(other for other in workers if other is not failed), failed)
 
 
 def refused_before(workers: Sequence[Worker], served: Worker | None) -> Sequence[Worker]:

@@ -10,7 +10,7 @@ from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import RESPONSES
 from extproc.errors import GatewayError
-from extproc.exchange.answers import WholeAnswer, answered_by, but_last, never_fetched, refused_before
+from extproc.exchange.answers import WholeAnswer, answered_by, refused_before, tellable
 from extproc.exchange.attempts import KvMissing
 from extproc.exchange.failures import gone, kv_missing, loss_of
 from extproc.exchange.headers import RequestHead
@@ -254,9 +254,9 @@ class Attempt:
 
     def _reachable(self, part: _Part) -> Sequence[Worker]:
         """Decode workers that can have a prefill free what it holds."""
-        if not self._unreachable:
-            return but_last(self._decodes, part.worker) if part.headed else self._decodes
-        return self._session.gateway.placer.alike(self._request.model, self._decodes[0], self._decodes)
+        failed = part.worker if part.headed else None
+        placer, model = self._session.gateway.placer, self._request.model
+        return tellable(placer, model, self._decodes, failed, unreachable=self._unreachable)
 
     def finish(self) -> None:
         """The same, and give back what the attempt took."""
@@ -316,10 +316,9 @@ class Attempt:
 
     def _untold(self, part: _Part, code: str, status: int = 0) -> None:
         """See to what a decode worker that failed before its answer may not have told the prefill."""
-        if part.plan is not None and never_fetched(code, status, stream=self._request.stream):
-            part.params = part.params or part.plan.params
-        elif part.prefill is not None:
-            part.prefill.settle(refused=True)
+        if part.prefill is not None:
+            untold = part.prefill.decode_failed(code, status)
+            part.params = part.params or untold
 
     def _refused(self, part: _Part, error: GatewayError) -> None:
         self._unreachable = error.fault.code.endswith("_unreachable")

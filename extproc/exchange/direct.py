@@ -11,7 +11,7 @@ from extproc.apis.request import ABOUT_STORED, CONTROL_FIELDS, NO_BODY, Inferenc
 from extproc.apis.table import CHAT, RESPONSES
 from extproc.errors import GatewayError
 from extproc.exchange import wire
-from extproc.exchange.answers import AnswerHead, but_last, never_fetched
+from extproc.exchange.answers import AnswerHead, tellable
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
 from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, Handle
@@ -207,10 +207,9 @@ class DirectCourse:
         elif head.upstream != self._decode.endpoint:
             self._served_by(head.upstream)
         if status >= 400:
-            if self._plan is not None and never_fetched(self._local_reply, status, stream=self._request.stream):
-                self._params = self._params or self._plan.params
-            elif self._leg is not None:
-                self._leg.settle(refused=True)
+            if self._leg is not None:
+                untold = self._leg.decode_failed(self._local_reply, status)
+                self._params = self._params or untold
             self._fire(self._after_refusal(head))
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
@@ -576,12 +575,10 @@ class DirectCourse:
         """Have the prefill free a KV cache that no decode has been seen to take; a decode worker must say so."""
         params, self._params = self._params, b""
         if params and self._handoff is not None:
-            workers = self._upstreams
-            if self._local_reply.endswith("_unreachable"):
-                workers = self._session.gateway.placer.alike(self._request.model, self._decode, workers)
-            elif self._status >= 400:
-                workers = but_last(workers, self._decode)
-            if workers:
+            failed = self._decode if self._status >= 400 else None
+            unreachable = self._local_reply.endswith("_unreachable")
+            placer, model = self._session.gateway.placer, self._request.model
+            if workers := tellable(placer, model, self._upstreams, failed, unreachable=unreachable):
                 self._order(self._handoff.forgets(params), [workers])
 
     def _order(self, orders: Sequence[tuple[bytes, bytes]], recipients: Sequence[Sequence[Worker]]) -> None:

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
-from extproc.exchange.answers import WholeAnswer
+from extproc.exchange.answers import WholeAnswer, never_fetched
 from extproc.exchange.clock import LEFTOVER_SECONDS, PUSH_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
@@ -142,6 +142,20 @@ class PrefillLeg:
         """Free what a decode keeps for it: it failed with ``error``, and the decode's leg has ended, or soon will."""
         unpin(self._session, self._head, self._placed, self.plan, error)
 
+    def decode_failed(self, code: str, status: int) -> bytes:
+        """Its decode leg failed without a good answer: see to what the decode worker may not have told the prefill.
+
+        Args:
+            code: of the error that Envoy made up; empty for a worker's answer.
+            status: a worker's.
+
+        Returns what a decode worker must be told for the KV cache to be freed, if that is all that must be done.
+        """
+        if never_fetched(code, status, stream=self._session.record.stream):
+            return self.plan.params
+        self.settle(refused=True)
+        return b""
+
     def settle(self, *, refused: bool = False) -> None:
         """Its decode leg has ended before it had a good answer: leave nothing of the transfer, once this one is done.
 
@@ -154,8 +168,8 @@ class PrefillLeg:
         session, since = self._session, self._decoding
         if self._answered_well is not None:
             waited = session.gateway.clock.now() - since
-            taken = not refused and session.record.api in _ASK_AT_THEIR_END and not session.record.stream
-            taken = taken and waited >= TAKEN_SECONDS
+            asks_itself = session.record.api in _ASK_AT_THEIR_END and not session.record.stream
+            taken = not refused and asks_itself and waited >= TAKEN_SECONDS
             settle(session, self._head, self._placed, self.plan, since, taken=taken)
         else:
             self._unsettled = inf if refused else session.gateway.clock.now() + SETTLE_SECONDS

@@ -17,7 +17,7 @@ from extproc.workers.worker import Worker
 _PACE: Final = 0.05  # seconds between two of one worker, for it to answer whoever had to wait for the first
 
 
-class _Release(NamedTuple):
+class _Turn(NamedTuple):
     due: float
     since: float
     send: Callable[[], None]
@@ -28,12 +28,12 @@ class Releases:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waiting: dict[str, list[_Release]] = {}  # by the worker's id
+        self._waiting: dict[str, list[_Turn]] = {}  # by the worker's id
 
     def add(self, worker: Worker, since: float, send: Callable[[], None]) -> None:
         """Call ``send`` in SETTLE_SECONDS, or when its turn comes: ``since`` is when the decode leg began."""
         waiting = self._waiting.setdefault(worker.id, [])
-        waiting.append(_Release(self._clock.now() + SETTLE_SECONDS, since, send))
+        waiting.append(_Turn(self._clock.now() + SETTLE_SECONDS, since, send))
         if len(waiting) == 1:
             self._clock.after(SETTLE_SECONDS, partial(self._next, worker.id))
 
