@@ -365,6 +365,18 @@ def test_a_race_lost_ends_everything(rig):
     assert (record.status, record.code) == (502, "prefill_failed")
 
 
+def test_a_race_lost_after_the_next_attempts_answer(rig):
+    """It was there before the second call, which will not come: what Envoy has taken is what the client was told."""
+    client = lost(rig)
+    client.call.take()
+    prefill_leg, decode_leg = again(rig)
+    prefill_leg.answer()
+    decode_leg.answer()
+    client.decode_head(headers=WORKER)
+    record = end(rig, client)
+    assert (record.status, record.code) == (502, "prefill_failed")
+
+
 def test_a_race_lost_before_the_next_attempt(rig):
     client = lost(rig)
     client.call.take()

@@ -12,7 +12,7 @@ from extproc.apis.table import RESPONSES
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, answered_by, refused_before, tellable
 from extproc.exchange.attempts import KvMissing
-from extproc.exchange.failures import gone, kv_missing, loss_of
+from extproc.exchange.failures import kv_missing, loss_of
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers, leg_path
 from extproc.exchange.orders import send_orders
@@ -214,10 +214,10 @@ class Attempt:
         for part in self._parts:
             self._send_decode(part, body)
 
-    def prefill_lost(self, worker: Worker) -> None:
-        """A prefill worker is gone: see whether a decode waits for it in vain, and always will."""
-        if any(part.may_wait_for(worker) for part in self._parts):
-            self.events.leg_failed(gone(worker), (worker,))
+    def waits_for(self, worker: Worker) -> Callable[[], bool]:
+        """What tells whether some decode still waits for what ``worker``, which is lost now, was to send."""
+        parts = [part for part in self._parts if part.may_wait_for(worker)]
+        return lambda: any(part.decode is not None and not part.begun for part in parts)
 
     def _say(self, kv: Kv, note: str = "") -> None:
         record = self._session.record

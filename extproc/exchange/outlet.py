@@ -88,7 +88,19 @@ class LateReply:
         drained: is called when Envoy has taken what was queued.
     """
 
-    __slots__ = ("_begun", "_call", "_head", "_held", "_id", "_lost", "_names", "_session", "_waiting", "drained")
+    __slots__ = (
+        "_begun",
+        "_call",
+        "_first",
+        "_head",
+        "_held",
+        "_id",
+        "_lost",
+        "_names",
+        "_session",
+        "_waiting",
+        "drained",
+    )
 
     def __init__(self, session: Session, lost: Callable[[], None], drained: Callable[[], None]) -> None:
         self._session = session
@@ -101,6 +113,7 @@ class LateReply:
         self._waiting: Handle | None = None
         self._head: tuple[int, Sequence[Header]] | None = None
         self._begun = False
+        self._first: GatewayError | None = None  # what the client has been told unless the second call says otherwise
 
     def open(self, error: GatewayError, *, asked: bool) -> None:
         """Have Envoy open the second call.
@@ -117,7 +130,8 @@ class LateReply:
             # With a body of ours, since of the second call Envoy takes none as long as the worker has not sent any.
             session.call.send(wire.response_headers_replaced(wire.set_header(_LATE, self._id), _UNSEEN))
         else:
-            record.status, record.code, record.message = error.status, error.fault.code, error.message
+            self._first = error
+            record.told(error)
             headers = [*error.headers, (b"x-request-id", record.request_id), (_LATE, self._id)]
             session.call.send(wire.immediate_reply(error.status, headers, error.body or _UNSEEN))
         self._waiting = gateway.clock.after(SECOND_CALL_SECONDS, self.closed)
@@ -135,6 +149,8 @@ class LateReply:
         self._stop_waiting()
         if self._session.gateway.late.pop(self._id, None) is not None:
             self._call = None
+            if self._first is not None and not self._begun:  # what was to be said has reached nobody
+                self._session.record.told(self._first)
             lost, self._lost, self.drained = self._lost, _nothing, _nothing  # who is told refers back to us
             lost()
 
@@ -162,7 +178,7 @@ class LateReply:
             return
         self._held.clear()
         record.kv = record.note = ""
-        record.status, record.code, record.message = error.status, error.fault.code, error.message
+        record.told(error)
         headers = [*error.headers, (b"x-request-id", record.request_id)]
         if self._session.gateway.config.response_headers:
             headers += naming_headers(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from extproc.errors import GatewayError
 from extproc.names import NAMING
 from extproc.transport.interface import Header
 
@@ -53,6 +54,10 @@ class Record:
         self.stream = False
         self.samples = 1
         self.status = 0
+
+    def told(self, error: GatewayError) -> None:
+        """The client was told of ``error``."""
+        self.status, self.code, self.message = error.status, error.fault.code, error.message
 
 
 def server_timing(record: Record) -> bytes:

@@ -20,8 +20,8 @@ from extproc.exchange import wire
 from extproc.exchange.attempt import Attempt
 from extproc.exchange.attempts import Attempts, OnPrefillFailure, is_transient
 from extproc.exchange.choice import Choice
-from extproc.exchange.clock import ABANDONED, LINGER_SECONDS, Handle
-from extproc.exchange.failures import report
+from extproc.exchange.clock import ABANDONED, FIRST_TOKEN_SECONDS, LINGER_SECONDS, Handle
+from extproc.exchange.failures import gone, report
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
@@ -130,8 +130,13 @@ class RelayedCourse:
 
     def prefill_lost(self, worker: Worker) -> None:
         """See Course."""
-        if self._attempt is not None and self._phase in (_Phase.WAITING, _Phase.ANSWERING):
-            self._attempt.prefill_lost(worker)
+        attempt, clock = self._attempt, self._session.gateway.clock
+        if attempt is None or not (waits := attempt.waits_for(worker))():
+            return
+        if self._phase is _Phase.WAITING:  # another attempt costs the client time only
+            self.leg_failed(gone(worker), (worker,))
+        elif self._timer is None:  # it may have what others of the same prefill have got, and be at its first token
+            self._timer = clock.after(FIRST_TOKEN_SECONDS, lambda: self._give_up(waits, worker))
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002
         """See Course."""
@@ -202,6 +207,11 @@ class RelayedCourse:
             self._session.tried_in_vain(error)
             self._drop_attempt()
             self._timer = gateway.clock.after(pause, lambda: self._try_again(error))
+
+    def _give_up(self, waits: Callable[[], bool], worker: Worker) -> None:
+        self._timer = None
+        if waits():
+            self.leg_failed(gone(worker), (worker,))
 
     def broke(self) -> None:
         """See AttemptEvents."""
