@@ -32,7 +32,7 @@ from vllm_cases import (
     RESPONSES_PATH,
     generate,
 )
-from vllm_rig import Pair, decoding, fresh, held, loaded, register, seconds_until_idle, unloaded, used
+from vllm_rig import Pair, decoding, fresh, held, loaded, register, seconds_until_idle, taken_in, unloaded, used
 from vllm_servers import VllmServer
 
 pytestmark = [
@@ -211,6 +211,8 @@ async def test_a_client_that_leaves_during_the_prefill(name: str, pair: Pair, cl
     async with frozen(pair.prefill):
         request = asyncio.create_task(post(client, pair.url, path, body))
         await loaded(client, pair.url, pair.prefill)
+        if pair.connector == "mooncake":  # one that leaves in the step that takes it in may leave blocks there
+            await taken_in(client, pair.decode, SPARE if name == "list" else 1)
         await leave(request)
         if pair.connector == "nixl":  # Mooncake's prefill legs are let finish
             await unloaded(client, pair.url, pair.prefill)

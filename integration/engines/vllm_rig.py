@@ -67,6 +67,14 @@ async def held(client: aiohttp.ClientSession, server: VllmServer) -> tuple[int, 
     return int(requests), round(found["vllm:kv_cache_usage_perc"] * (BLOCKS - 1))
 
 
+async def taken_in(client: aiohttp.ClientSession, server: VllmServer, requests: int) -> None:
+    """Wait until the server's engine has so many requests."""
+    deadline = time.monotonic() + 20
+    while (await held(client, server))[0] < requests:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
 async def decoding(client: aiohttp.ClientSession, server: VllmServer) -> None:
     """Wait until the server computes tokens."""
     deadline = time.monotonic() + 20
