@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from product import Product, soon
 
+from extproc.exchange.clock import UNPIN_SECONDS
 from extproc.mock import Fault, Point, Record
 from extproc.mock.faults import Rule
 from extproc.mock.generation import Prompt
@@ -111,7 +112,12 @@ class VllmProduct(Product):
 
     async def forget(self) -> None:
         """See Product; what a test has left broken that failed, others shall not fail by."""
-        for mock in [mock for mock in self.mocks if mock.crashed.is_set()]:
+        dead = [mock for mock in self.mocks if mock.crashed.is_set()]
+        if dead:  # what the gateway and decodes yet have to say to it must not reach the one that takes its place
+            await asyncio.sleep(2 * UNPIN_SECONDS)
+            await soon(lambda: not self.service._egress.open_legs, "legs are left")
+            await soon(lambda: not any(mock.searching for mock in self.mocks), "a decode asks for the way")
+        for mock in dead:
             await self.restart(mock)
         await super().forget()
         for mock in self.mocks:

@@ -61,6 +61,7 @@ class Mooncake(Connector):
         self.peers = Peers()
         self.listener = Listener(self._hear, self._forget)
         self.bootstrap = Bootstrap(engine_id)
+        self.searching = 0  # who asks a bootstrap server for the way
         self.deaf = False  # whoever asks waits, as for a process that is gone
         self._engine = engine
         self._waiting: list[_Want] = []  # in the order they came
@@ -160,16 +161,23 @@ class Mooncake(Connector):
 
     async def _worker(self, engine_id: str, bootstrap: str) -> tuple[str, int]:
         if engine_id not in self._known:
-            for attempt in range(_ATTEMPTS):
-                try:
-                    self._known.update(await _query(bootstrap))
-                    break
-                except (aiohttp.ClientError, ValueError):
-                    if attempt < _ATTEMPTS - 1:
-                        await asyncio.sleep(_RETRY)
+            self.searching += 1
+            try:
+                await self._search(bootstrap)
+            finally:
+                self.searching -= 1
         if engine_id not in self._known:
             raise LoadError(f"remote engine_id {engine_id} not found from bootstrap server {bootstrap}")
         return self._known[engine_id]
+
+    async def _search(self, bootstrap: str) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._known.update(await _query(bootstrap))
+                return
+            except (aiohttp.ClientError, ValueError):
+                if attempt < _ATTEMPTS - 1:
+                    await asyncio.sleep(_RETRY)
 
     def _hear(self, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
         if word != "want" or self.deaf:

@@ -177,6 +177,11 @@ class VllmMock(MockWorker):
         return self._connector.wanted if isinstance(self._connector, Mooncake) else ()
 
     @property
+    def searching(self) -> bool:
+        """A decode is asking a bootstrap server for the way."""
+        return isinstance(self._connector, Mooncake) and self._connector.searching > 0
+
+    @property
     def has_bootstrap(self) -> bool:
         """Whether decodes ask at ``bootstrap_port`` for the way."""
         return isinstance(self._connector, Mooncake) and self.role != "decode"
