@@ -112,6 +112,8 @@ async def test_the_second_pairs_answer_is_the_clients(product: Product, aggregat
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "messages", "responses"])
 async def test_the_prefill_dies_while_the_decode_waits(product: Product, aggregated: Client, kind):
     question = KINDS["mooncake" if is_vllm(product) else "sglang"][kind]
+    if isinstance(product, VllmProduct):
+        await product.acquaint()
     once(product.prefills, Fault(delay_first_token=60))
     exchange = await product.client.open(*question)
     await soon(lambda: any(mock.live for mock in product.prefills), "the prefill leg never came")

@@ -93,6 +93,7 @@ async def test_another_pair_answers_where_the_first_refuses(product: VllmProduct
 @KIND
 async def test_another_pair_answers_when_the_first_dies(product: VllmProduct, aggregated: Client, kind):
     """It was at work, and so was the decode with Mooncake."""
+    await product.acquaint()
     once(product.prefills, Fault(delay_first_token=60), times=parts_of(kind))
     exchange = await product.client.open(*KINDS[kind])
     dying = await product.busy(product.prefills)

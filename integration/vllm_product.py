@@ -110,6 +110,12 @@ class VllmProduct(Product):
         await asyncio.gather(*waits, return_exceptions=True)
         return next(mock for mock in mocks if mock.legs)
 
+    async def acquaint(self) -> None:
+        """Have every decode know the way to every prefill: one that does not, notices that a prefill is dead."""
+        for decode in self.decodes:
+            for prefill in self.prefills:
+                await decode.meet(prefill)
+
     async def forget(self) -> None:
         """See Product; what a test has left broken that failed, others shall not fail by."""
         dead = [mock for mock in self.mocks if mock.crashed.is_set()]

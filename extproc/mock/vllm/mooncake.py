@@ -170,6 +170,10 @@ class Mooncake(Connector):
             raise LoadError(f"remote engine_id {engine_id} not found from bootstrap server {bootstrap}")
         return self._known[engine_id]
 
+    async def meet(self, bootstrap: str) -> None:
+        """Know the way to a prefill by its bootstrap server's address, as after a first request."""
+        self._known.update(await _query(bootstrap))
+
     async def _search(self, bootstrap: str) -> None:
         for attempt in range(_ATTEMPTS):
             try:

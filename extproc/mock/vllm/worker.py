@@ -176,6 +176,11 @@ class VllmMock(MockWorker):
         """The transfers that decodes wait for by Mooncake."""
         return self._connector.wanted if isinstance(self._connector, Mooncake) else ()
 
+    async def meet(self, prefill: VllmMock) -> None:
+        """By Mooncake, know the way to ``prefill``, as after a first request."""
+        if isinstance(self._connector, Mooncake):
+            await self._connector.meet(f"http://{prefill.host}:{prefill.bootstrap_port}")
+
     @property
     def searching(self) -> bool:
         """A decode is asking a bootstrap server for the way."""
