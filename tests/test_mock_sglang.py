@@ -6,12 +6,13 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from extproc.mock import Fault, Outcome, SglangMock
-from extproc.mock.sglang.engine import FAKE_HOST, LARGEST_ROOM
+from extproc.mock.sglang.engine import FAKE_HOST, LARGEST_ROOM, Layout
 from extproc.mock.sglang.rendezvous import TransferError
 from tests.mock_client import Answer, Call, ask, dialling
 
@@ -748,6 +749,33 @@ async def test_what_the_engine_tells_about_itself(pair: Pair) -> None:
         assert (await ask(pair.prefill, path)).status == 200
     assert (await ask(pair.prefill, "/get_load")).status == 404
     assert (await ask(pair.prefill, "/")).json == "SGLang is running"
+
+
+async def test_the_layout_of_the_cache_is_told() -> None:
+    layout = Layout(page_size=64, attention_backend="fa3", disaggregation_transfer_backend="nixl")
+    async with SglangMock("prefill", layout=layout) as mock:
+        told = (await ask(mock, "/server_info")).json
+    assert {name: told[name] for name in asdict(layout)} == asdict(layout)
+
+
+@pytest.mark.parametrize("unlike", [{"page_size": 64}, {"kv_cache_dtype": "fp8_e4m3"}])
+async def test_a_decode_dies_of_a_prefill_whose_cache_is_another(dial: Dial, unlike: dict[str, Any]) -> None:
+    """Its scheduler does not survive the difference (0.5.23, disaggregation/common/conn.py)."""
+    async with SglangMock("prefill", layout=Layout(**unlike)) as prefill, SglangMock("decode") as decode:
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 7}
+        call = await dial(decode)
+        call.send("POST", "/generate", {"text": "a", **room})
+        assert await call.ended() == b""
+        assert decode.crashed.is_set()
+        assert not prefill.crashed.is_set()
+
+
+async def test_what_the_engine_does_not_compare_is_no_harm() -> None:
+    layout = Layout(attention_backend="fa3", dtype="bfloat16")
+    async with SglangMock("prefill", layout=layout) as prefill, SglangMock("decode") as decode:
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 7}
+        answers = await asyncio.gather(*(ask(mock, "/generate", {"text": "a", **room}) for mock in (prefill, decode)))
+    assert [answer.status for answer in answers] == [200, 200]
 
 
 async def test_loads(pair: Pair, dial: Dial) -> None:

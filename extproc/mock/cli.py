@@ -9,6 +9,7 @@ import sys
 
 import uvloop
 
+from extproc.mock.sglang.engine import Layout
 from extproc.mock.sglang.rendezvous import DEFAULT_PORT
 from extproc.mock.sglang.worker import SglangMock
 from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
@@ -48,6 +49,13 @@ def _add_sglang(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--death-delay-ms", type=float, default=2500.0, help="decode: time to notice a dead prefill")
     group.add_argument("--connect-timeout", type=float, default=15.0, help="decode: seconds to try a bootstrap port")
     group.add_argument("--wait-timeout", type=float, default=300.0, help="seconds that a leg waits for the other")
+    group.add_argument("--kv-cache-dtype", default="auto", help="type of the cache; both of a pair must have the same")
+    group.add_argument("--page-size", type=int, default=1, help="tokens of a page; both of a pair must have the same")
+    group.add_argument("--attention-backend", default="torch_native", help="shown in /server_info")
+    group.add_argument("--dtype", default="float32", help="type of the model, shown in /server_info")
+    group.add_argument(
+        "--disaggregation-transfer-backend", default="mooncake", metavar="NAME", help="shown in /server_info"
+    )
 
 
 def _add_vllm(group: argparse._ArgumentGroup) -> None:
@@ -87,6 +95,13 @@ def _sglang(options: argparse.Namespace) -> SglangMock:
         death_delay=options.death_delay_ms / 1000,
         connect_timeout=options.connect_timeout,
         wait_timeout=options.wait_timeout,
+        layout=Layout(
+            kv_cache_dtype=options.kv_cache_dtype,
+            page_size=options.page_size,
+            attention_backend=options.attention_backend,
+            dtype=options.dtype,
+            disaggregation_transfer_backend=options.disaggregation_transfer_backend,
+        ),
         keep_alive=options.keep_alive,
         record_limit=options.record,
     )

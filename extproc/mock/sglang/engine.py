@@ -74,14 +74,32 @@ class Patience:
     wait: float = 300.0  # a leg, for the other one
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the KV cache is laid out and moved, by the engine's names; as ``/server_info`` says on a CPU (0.5.23)."""
+
+    kv_cache_dtype: str = "auto"
+    page_size: int = 1
+    attention_backend: str = "torch_native"
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    dtype: str = "float32"
+    disaggregation_transfer_backend: str = "mooncake"
+
+    @property
+    def compared(self) -> str:
+        """What a decode wants to be the same in its prefill, in words without blanks."""
+        return f"{self.page_size} {self.kv_cache_dtype}"
+
+
 class Engine(engine.Engine[Sequence]):
     """One engine process."""
 
-    def __init__(self, mode: Mode, patience: Patience) -> None:
+    def __init__(self, mode: Mode, patience: Patience, layout: Layout) -> None:
         super().__init__()
         self.mode = mode
-        self.bootstrap = Bootstrap()
-        self.prefills = Prefills(patience.death, patience.connect)
+        self.bootstrap = Bootstrap(layout.compared)
+        self.prefills = Prefills(layout.compared, patience.death, patience.connect)
         self._patience = patience
 
     def admit(self, batch: Batch) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from extproc.mock.generation import CONTEXT
-from extproc.mock.sglang.engine import Mode
+from extproc.mock.sglang.engine import Layout, Mode
 
 VERSION = "0.5.23"
 _CAPACITY = 8192
@@ -24,6 +24,7 @@ class Identity:
     host: str
     port: int
     bootstrap_port: int
+    layout: Layout
 
     def model_card(self) -> dict[str, Any]:
         """An entry of ``/v1/models``."""
@@ -63,11 +64,8 @@ class Identity:
             "tokenizer_path": self.model,
             "context_length": None,
             "is_embedding": False,
-            "dtype": "float32",
-            "kv_cache_dtype": "auto",
             "max_running_requests": None,
             "max_total_tokens": _CAPACITY,
-            "page_size": 1,
             "tp_size": 1,
             "pp_size": 1,
             "dp_size": 1,
@@ -80,7 +78,7 @@ class Identity:
             "tool_call_parser": None,
             "enable_metrics": False,
             "disaggregation_mode": self.mode.value,
-            "disaggregation_transfer_backend": "mooncake",
+            **asdict(self.layout),
             "disaggregation_bootstrap_port": self.bootstrap_port,
             "max_req_input_len": CONTEXT - 5,
             "internal_states": [

@@ -2,12 +2,14 @@
 
 The prefill listens on its bootstrap port. A decode opens one connection per prefill and speaks lines:
 
-    decode → prefill   ``want <room> <digest>``   ``drop <room>``
-    prefill → decode   ``done <room>``            ``fail <room> <reason>``
+    decode → prefill   ``layout <words>``   ``want <room> <digest>``   ``drop <room>``
+    prefill → decode   ``done <room>``      ``fail <room> <reason>``   ``unlike <words>``
 
 What happens when a leg is missing, late, doubled or aborted is what was seen on 0.5.23; above all: a prefill that gives
 up tells nobody, and its decode waits on. The digest tells the prompts of the two legs apart: the engine does not check
-and writes nonsense, the mock fails both. ``GET /health`` on the port is answered like the engine's bootstrap server.
+and writes nonsense, the mock fails both. A prefill whose cache is laid out otherwise is noticed at the first contact,
+and is the decode's end (read in 0.5.23, ``disaggregation/common/conn.py``, ``try_ensure_parallel_info``). ``GET
+/health`` on the port is answered like the engine's bootstrap server.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from extproc.mock.engine import CrashError
 from extproc.mock.lines import Lines
 
 if TYPE_CHECKING:
@@ -74,6 +77,9 @@ class _DecodePeer(Lines):
             self._host.decode_came(self, int(rest[0]), int(rest[1]))
         elif word == "drop":
             self._host.decode_left(self, int(rest[0]))
+        elif word == "layout":
+            if rest != self._host.layout.split():
+                self.send(f"unlike {self._host.layout}")
         elif word == "GET":
             self.transport.write(_HTTP_OK)
             self.transport.close()
@@ -82,7 +88,8 @@ class _DecodePeer(Lines):
 class Bootstrap:
     """A prefill's rooms, and the server that lets decodes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
         self.peers: set[_DecodePeer] = set()
         self.rooms: dict[int, _Room] = {}
         self.dropped: dict[int, None] = {}  # rooms that a decode has left before a prefill leg came
@@ -188,10 +195,19 @@ class PrefillPeer(Lines):
         self.waiting: dict[int, Future[None]] = {}
         self._owner = owner
         self._address = address
+        self._unlike = False  # the prefill's cache is of another kind
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say what the prefill's cache must be like."""
+        super().connection_made(transport)
+        self.send(f"layout {self._owner.layout}")
 
     def want(self, room: int, digest: int) -> Future[None]:
         """Ask for the KV cache in a room; done when it is here. An earlier leg in the same room is never served."""
         future: Future[None] = asyncio.get_running_loop().create_future()
+        if self._unlike:
+            future.set_exception(CrashError())
+            return future
         self.waiting[room] = future
         self.send(f"want {room} {digest}")
         return future
@@ -203,8 +219,14 @@ class PrefillPeer(Lines):
             self.send(f"drop {room}")
 
     def line(self, line: str) -> None:
-        """The prefill says that a room's KV cache is sent, or will not be."""
+        """The prefill says that a room's KV cache is sent, or will not be, or that it is of another kind."""
         word, room, *reason = line.split(" ", 2)
+        if word == "unlike":
+            self._unlike = True
+            for waiting in self.waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(CrashError())
+            return
         future = self.waiting.pop(int(room), None)
         if future is None or future.done():
             return
@@ -221,7 +243,8 @@ class PrefillPeer(Lines):
 class Prefills:
     """A decode's connections to the prefills it was sent to."""
 
-    def __init__(self, death_delay: float, connect_patience: float) -> None:
+    def __init__(self, layout: str, death_delay: float, connect_patience: float) -> None:
+        self.layout = layout
         self._death_delay = death_delay
         self._connect_patience = connect_patience
         self._peers: dict[tuple[str, int], asyncio.Task[PrefillPeer]] = {}

@@ -12,7 +12,7 @@ from extproc.mock.sglang import bodies
 from extproc.mock.sglang.anthropic import MessagesApi, error_reply
 from extproc.mock.sglang.api import Api, error, in_full, in_short, parse_v1
 from extproc.mock.sglang.control import Control
-from extproc.mock.sglang.engine import Engine, Mode, Patience
+from extproc.mock.sglang.engine import Engine, Layout, Mode, Patience
 from extproc.mock.sglang.info import Identity
 from extproc.mock.sglang.native import GenerateApi
 from extproc.mock.sglang.openai import ChatApi, CompletionApi
@@ -33,7 +33,8 @@ class SglangMock(MockWorker):
     ``role`` is ``prefill``, ``decode`` or ``regular`` (an aggregated worker); ``tokens`` the length of an answer that
     nothing limits. Times are in seconds: ``first_token_delay`` is the prefill's work, ``health_delay`` what ``/health``
     takes (1 s on the real engine), ``disconnect_delay`` how long a request works on whose client left before anything
-    was sent (up to 4 s there); for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``.
+    was sent (up to 4 s there); for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``. A decode
+    dies of a prefill whose cache has another ``layout``.
     """
 
     inference_paths = frozenset(
@@ -64,6 +65,7 @@ class SglangMock(MockWorker):
         death_delay: float = 2.5,
         connect_timeout: float = 15.0,
         wait_timeout: float = 300.0,
+        layout: Layout | None = None,
         keep_alive: float = 5.0,
         record_limit: int = 100_000,
         faults: tuple[Fault | Rule, ...] = (),
@@ -74,7 +76,8 @@ class SglangMock(MockWorker):
         self.role = role
         self.model = model
         self.bootstrap_port = bootstrap_port
-        self.engine = Engine(_MODES[role], Patience(death_delay, connect_timeout, wait_timeout))
+        self.layout = layout or Layout()
+        self.engine = Engine(_MODES[role], Patience(death_delay, connect_timeout, wait_timeout), self.layout)
         self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens), disconnect_delay)
         self._control = Control(self.engine, self._identity, health_delay)
         self._routes = {
@@ -115,7 +118,7 @@ class SglangMock(MockWorker):
         self.engine.prefills.kill()
 
     def _identity(self) -> Identity:
-        return Identity(self.engine.mode, self.model, self.host, self.port, self.bootstrap_port)
+        return Identity(self.engine.mode, self.model, self.host, self.port, self.bootstrap_port, self.layout)
 
     async def _handle(self, exchange: Exchange) -> None:
         record = exchange.record
