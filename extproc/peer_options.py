@@ -21,7 +21,7 @@ least-load-mean-prefill-tokens load-monitor-interval log-dir max-background-resp
 max-concurrent-requests max-idle-secs max-tree-size mcp-config-path mm-allow-private-media-hosts
 mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model model-alias
 model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint overlap-decay
-overload-token-usage-threshold parser pd-admission-wait-secs pd-pairing-mode power-of-two-load-metric
+overload-token-usage-threshold parser pd-admission-wait-secs power-of-two-load-metric
 prefill-max-inflight-requests-per-worker prefill-queue-size prefill-queue-timeout-secs prefill-selector
 prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count priority-scheduler-enabled
 prometheus-duration-buckets queue-size queue-timeout-secs rate-limit-tokens-per-second reasoning-parser

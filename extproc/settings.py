@@ -45,6 +45,7 @@ from extproc.values import (
     UnixAddressText,
     UrlPath,
 )
+from extproc.workers.pairing import PairingMode
 
 __all__ = [
     "Group",
@@ -55,6 +56,7 @@ __all__ = [
     "MooncakeDispatch",
     "OnPrefillFailure",
     "Option",
+    "PairingMode",
     "PolicyName",
     "Settings",
 ]
@@ -148,6 +150,8 @@ class Settings(BaseModel):
     worker_ca_file: Annotated[File | None, Option(
         Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
 
+    pd_pairing_mode: Annotated[PairingMode, Option(
+        Group.POLICIES, "what is unknown fits all (lenient), none (strict); off", "NAME")] = PairingMode.LENIENT
     policy: Annotated[Policy, Option(
         Group.POLICIES, "random or round_robin, for roles without one of their own", "NAME")
     ] = PolicyName.ROUND_ROBIN

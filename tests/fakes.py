@@ -21,6 +21,8 @@ from extproc.handoff.table import Handoffs
 from extproc.names import PROGRESS_NAMESPACE, WATCHED
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.workers.pairing import PairingMode
+from extproc.workers.pairs import Pairs
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker, WorkerUrl
 
 
@@ -55,11 +57,22 @@ def mooncake(prefills=(1, 2), decodes=(11, 12)) -> list[Worker]:
 
 
 class FakeFleet:
-    def __init__(self, *workers: Worker) -> None:
+    def __init__(self, *workers: Worker, mode: PairingMode = PairingMode.LENIENT) -> None:
         self.workers = list(workers)
+        self.mode = mode
+        self._known = {}
 
     def usable(self, role, model):
         return tuple(w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids))
+
+    def pairs(self, model):
+        """As the registry does: made anew only when something has changed, which here nobody tells."""
+        sides = tuple(self.usable(role, model) for role in (Role.PREFILL, Role.DECODE))
+        needs = tuple((w.pairing, w.model_ids, w.place, w.runtime, w.kv_connector) for side in sides for w in side)
+        known = self._known.get(model)
+        if known is None or known[:2] != (sides, needs):
+            known = self._known[model] = (sides, needs, Pairs(*sides, self.mode, any_model=model is None))
+        return known[2]
 
     def __len__(self):
         return len(self.workers)

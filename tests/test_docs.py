@@ -35,9 +35,12 @@ from extproc.handoff.nixl import NixlHandoff
 from extproc.handoff.one_token import one_token
 from extproc.handoff.table import Handoffs
 from extproc.observe import RequestLog, RequestMetrics
-from extproc.policies.placement import CANDIDATES
+from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
 from extproc.settings import Settings
 from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.pairing import PairingMode
+from extproc.workers.pairing_key import Pairing
+from extproc.workers.topology import NOWHERE, place_of
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Worker, WorkerUrl
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +54,7 @@ GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
 OTHERS_OPTIONS = {
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
+    *("--prefill-attention-backend", "--decode-attention-backend"),
     *("--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
 }
 
@@ -118,6 +122,31 @@ def test_every_path_is_in_the_table_and_in_envoys_routes():
     assert set(APIS) == set(INFERENCE_PATHS)
     assert {path for path, api in APIS.items() if api.flow is Flow.PAIR} == set(DECODE_PATHS)
     assert {path for path, api in APIS.items() if api.flow is Flow.PREFILL_ONLY} == set(PREFILL_PATHS)
+
+
+def test_every_part_of_a_pairing_is_in_the_table():
+    parts, modes = section("Pairing").split("| `--pd-pairing-mode` |")
+    table = {row[0].strip("`"): row[1:] for row in cells(parts)[2:]}
+    fields = {"protocol": "pairing_protocol"}
+    assert set(table) == {fields.get(name, name) for name in Pairing._fields}
+    for part, (labels, _, shown) in table.items():
+        if part in ("runtime", "transport"):
+            continue
+        for label in re.findall(r"`([^`]+)`", labels):
+            found = Pairing.of("vllm", "nixl", {label: "x"}, handshake=True)
+            assert getattr(found, part.removeprefix("pairing_")) == "x"
+            assert found.key == {"not": "vllm/nixl/?", "alone, instead of all": "x"}.get(
+                shown, f"vllm/nixl/{shown[1:-1]}x"
+            )
+    assert {row[0].split("`")[1] for row in cells(modes)[1:]} == {mode.value for mode in PairingMode}
+
+
+def test_what_is_said_of_places_is_so():
+    text = section("Pairing").replace("\n", " ")
+    for labels in re.findall(r"`(zone|rack|host|[a-z.]*kubernetes.io/[a-z]+)`", text):
+        assert place_of({labels: "x"}) is not NOWHERE
+    times = f"more than {NEAR_FACTOR} times the requests of this gateway under way"
+    assert f"{times} that the farther one has, and {NEAR_FACTOR} more" in text
 
 
 def test_every_request_metric_is_in_the_table():

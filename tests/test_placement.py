@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import GatewayError
-from extproc.policies.placement import CANDIDATES, Placer
+from extproc.policies.placement import CANDIDATES, NEAR_FACTOR, Placer
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.workers.pairing import PairingMode
 from extproc.workers.worker import Role
 
 WORKERS = tuple(worker(Role.DECODE, port) for port in range(1, 9))
@@ -51,6 +52,27 @@ def test_round_robin_goes_on_where_it_was_when_the_set_changes(sets):
             assert all(count <= 2 * len(WORKERS) for count in waited.values())
 
 
+@given(st.permutations([0, 1, 2] * 6))
+def test_every_set_has_its_turn(order):
+    """Requests for several models come in any order: each model's workers are chosen in turn all the same."""
+    policy = RoundRobinPolicy()
+    sets = [WORKERS[:3], WORKERS[3:5], WORKERS[5:]]
+    chosen = Counter(policy.rank(sets[which], 2)[0] for which in order)
+    for members in sets:
+        assert max(chosen[w] for w in members) - min(chosen[w] for w in members) <= 1
+
+
+def test_many_sets_do_not_make_it_forget():
+    policy = RoundRobinPolicy()
+    members = tuple(WORKERS[:4])
+    chosen = []
+    for _ in range(8):
+        chosen.append(policy.rank(members, 1)[0])
+        for _ in range(200):  # sets that come and go, as with other attempts
+            policy.rank(tuple(WORKERS[4:7]), 1)
+    assert chosen == [*WORKERS[:4]] * 2
+
+
 def test_random_reaches_everyone():
     random.seed(1)
     policy = RandomPolicy()
@@ -59,8 +81,8 @@ def test_random_reaches_everyone():
     assert len(chosen) == len(WORKERS)
 
 
-def placer(*workers):
-    return Placer(FakeFleet(*workers), RoundRobinPolicy(), RoundRobinPolicy())
+def placer(*workers, mode=PairingMode.LENIENT):
+    return Placer(FakeFleet(*workers, mode=mode), RoundRobinPolicy(), RoundRobinPolicy())
 
 
 def test_who_is_missing_is_named():
@@ -132,10 +154,70 @@ def test_workers_without_a_partner_are_passed_over():
 
 
 def test_a_fleet_in_which_nobody_may_be_paired_says_why():
-    with pytest.raises(GatewayError, match="mismatch on transport") as refused:
+    with pytest.raises(GatewayError, match=r"mismatch on \[\"transport\"\]") as refused:
         placer(*nixl((1,), ()), *mooncake((), (11,))).pair("tiny")
     assert (refused.value.fault.code, refused.value.status) == ("no_compatible_pd_pair", 503)
     assert not refused.value.fault.retryable
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("off", 2), ("lenient", 1), ("strict", 0)])
+def test_the_operator_says_how_strictly_workers_are_compared(mode, expected):
+    silent = worker(Role.DECODE, 11, runtime="vllm")
+    fleet = [*nixl((1,), ()), silent, *mooncake((), (12,))]
+    place = placer(*fleet, mode=PairingMode(mode))
+    if not expected:
+        with pytest.raises(GatewayError, match="mismatch on") as refused:
+            place.pair("tiny")
+        assert refused.value.fault.code == "no_compatible_pd_pair"
+    else:
+        assert set(place.pair("tiny").decodes) == set(fleet[1 : 1 + expected])
+
+
+def test_nobody_but_partners_is_where_envoy_may_go():
+    """Envoy's list, for whatever attempt, and what one worker answers alone."""
+    fleet = [*nixl((1, 2), (11, 12, 13)), *mooncake((3,), (14, 15)), worker(Role.PREFILL, 4), worker(Role.DECODE, 16)]
+    place = placer(*fleet)
+    for _ in range(12):
+        prefill, decodes = place.pair("tiny")
+        kind = {(prefill.runtime, prefill.kv_connector)}
+        assert {(w.runtime, w.kv_connector) for w in decodes} == kind
+        if place.has_pair("tiny", (prefill, decodes[0]), prefill):
+            again = place.pair("tiny", (prefill, decodes[0]), prefill)
+            assert {(w.runtime, w.kv_connector) for w in (again.prefill, *again.decodes)} == kind
+        for alone in (place.decodes("tiny"), place.prefills("tiny"), place.prefills("tiny", prefill)):
+            assert len({(w.runtime, w.kv_connector) for w in alone}) == 1
+
+
+def labelled(fleet, name, values):
+    """The workers with one more label each."""
+    for one, value in zip(fleet, values, strict=True):
+        one.labels = one.labels | {name: value}
+        one.update_pairing()
+    return fleet
+
+
+def test_a_rolling_upgrade_pairs_like_with_like():
+    """A decode of vLLM with NIXL takes no cache of another version."""
+    fleet = labelled(nixl(), "version", ("0.31.0", "0.32.0", "0.31.0", "0.32.0"))
+    place = placer(*fleet)
+    for _ in range(4):
+        prefill, decodes = place.pair("tiny")
+        assert [w.labels for w in decodes] == [prefill.labels]
+    # An attempt after that may well be on workers of the other version.
+    assert place.pair("tiny", (fleet[0], fleet[2]), fleet[0]) == (fleet[1], (fleet[3],))
+    assert set(place.alike("tiny", fleet[2])) == set(fleet[2:])
+    assert place.alike("tiny", fleet[2], (fleet[2],), partner=True) == ()
+
+
+def test_a_prefill_without_a_partner_left_is_not_chosen_again():
+    fleet = labelled(nixl(), "block_size", ("16", "32", "16", "32"))
+    place = placer(*fleet)
+    for _ in range(3):
+        assert place.pair("tiny", (fleet[2],), fleet[0]) == (fleet[1], (fleet[3],))
+    assert place.has_pair("tiny", (fleet[2],), fleet[0])
+    assert not place.has_pair("tiny", (fleet[2], fleet[1]), fleet[0])
+    with pytest.raises(GatewayError, match="page_size"):
+        place.pair("tiny", (fleet[2], fleet[1]), fleet[0])
 
 
 def test_fail_over_is_among_those_of_one_api_key():
@@ -208,3 +290,90 @@ def test_one_prefill_alone_may_be_a_certain_one():
     place = placer(*fleet)
     assert place.prefills("tiny", fleet[1])[0] is fleet[1]
     assert set(place.prefills("tiny", fleet[1])) == set(fleet[:3])  # for fail-over: those of its kind
+
+
+# -- near and far ------------------------------------------------------------------------------------------------------
+
+
+def zoned(role, port, zone):
+    return worker(role, port, labels={"zone": zone})
+
+
+def test_the_nearest_decodes_come_first_and_the_far_follow():
+    near = [zoned(Role.DECODE, port, "a") for port in (11, 12)]
+    far = [zoned(Role.DECODE, port, "b") for port in range(13, 20)]
+    place = placer(zoned(Role.PREFILL, 1, "a"), *far[:3], *near, *far[3:])
+    first = Counter()
+    third = Counter()
+    for _ in range(60):
+        decodes = place.pair("tiny").decodes
+        assert len(set(decodes)) == CANDIDATES
+        assert set(decodes[:2]) == set(near)
+        assert set(decodes[2:]) <= set(far)
+        first[decodes[0]] += 1
+        third[decodes[2]] += 1
+    assert first == Counter(dict.fromkeys(near, 30))
+    assert len(third) > 2  # to whom a dead neighbourhood's requests go
+
+
+def test_each_prefill_has_its_own_neighbours_and_none_is_preferred():
+    prefills = [zoned(Role.PREFILL, port, zone) for port, zone in enumerate("abc", 1)]
+    place = placer(*prefills, zoned(Role.DECODE, 11, "a"), zoned(Role.DECODE, 12, "b"))
+    pairs = [place.pair("tiny") for _ in range(9)]
+    assert Counter(pair.prefill for pair in pairs) == Counter(dict.fromkeys(prefills, 3))
+    for prefill, decodes in pairs:
+        if prefill is not prefills[2]:
+            assert decodes[0].labels == prefill.labels
+
+
+def serve(place, requests, under_way):
+    """Send requests of which so many are under way at a time; how often each decode worker was chosen."""
+    chosen = Counter()
+    live = []
+    for _ in range(requests):
+        decode = place.pair("tiny").decodes[0]
+        chosen[decode] += 1
+        decode.load += 1
+        live.append(decode)
+        if len(live) > under_way:
+            live.pop(0).load -= 1
+    return chosen
+
+
+def test_a_decode_that_is_near_nobody_is_not_left_without_work():
+    near, far, farther = fleet = [zoned(Role.DECODE, port, zone) for port, zone in enumerate("abc", 11)]
+    assert serve(placer(zoned(Role.PREFILL, 1, "a"), *fleet), 100, 2)[near] == 100  # there is nothing to spare
+    busy = serve(placer(zoned(Role.PREFILL, 1, "a"), *fleet), 1000, 60)
+    assert min(busy[far], busy[farther]) > 150
+    assert busy[near] > busy[far]
+
+
+def test_a_busy_neighbourhood_is_helped_out():
+    """Eight prefill workers with one decode worker near them, and eight decode workers elsewhere."""
+    near = zoned(Role.DECODE, 11, "a")
+    far = [zoned(Role.DECODE, port, "b") for port in range(12, 20)]
+    place = placer(*(zoned(Role.PREFILL, port, "a") for port in range(1, 9)), near, *far)
+    serve(place, 500, 100)
+    assert near.load <= NEAR_FACTOR * (max(w.load for w in far) + 1) + 1
+    assert max(w.load for w in far) - min(w.load for w in far) <= 3
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=6), st.lists(st.integers(0, 9), min_size=6, max_size=6))
+def test_a_near_decode_is_passed_over_only_when_it_has_much_more_to_do(zones, loads):
+    decodes = [zoned(Role.DECODE, port, zone) for port, zone in enumerate(zones, 11)]
+    for decode, load in zip(decodes, loads, strict=False):
+        decode.load = load
+    pair = placer(zoned(Role.PREFILL, 1, "a"), *decodes).pair("tiny")
+    assert len(set(pair.decodes)) == min(len(decodes), CANDIDATES)
+    near = [w for w in decodes if w.labels == {"zone": "a"}]
+    if near and pair.decodes[0] not in near:
+        assert any(w.load > NEAR_FACTOR * (pair.decodes[0].load + 1) for w in near)
+
+
+def test_whoever_failed_is_left_out_near_or_far():
+    near, near_too, far = [zoned(Role.DECODE, port, zone) for port, zone in enumerate("aab", 11)]
+    prefill = zoned(Role.PREFILL, 1, "a")
+    place = placer(prefill, near, near_too, far)
+    assert place.pair("tiny", (near,)).decodes == (near_too, far)
+    assert place.pair("tiny", (near, near_too)).decodes == (far,)
+    assert place.has_pair("tiny", (near, near_too), prefill)

@@ -18,6 +18,7 @@ from extproc.settings import (
     MooncakeDispatch,
     OnPrefillFailure,
     Option,
+    PairingMode,
     PolicyName,
     Settings,
     usable_cores,
@@ -60,6 +61,7 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.health_check_endpoint == "/health"
     assert settings.disable_health_check is False
     assert settings.drain_settle_secs == 5
+    assert settings.pd_pairing_mode is PairingMode.LENIENT
     assert settings.retry_max_retries == 5
     assert (settings.retry_initial_backoff_ms, settings.retry_max_backoff_ms) == (50, 30000)
     assert (settings.retry_backoff_multiplier, settings.retry_jitter_factor) == (1.5, 0.2)
@@ -132,6 +134,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "decode_kv_connector": ("NixlPullConnector", "NixlPullConnector", "NixlConnector"),
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
     "token_reuse": ("false", "false", False),
+    "pd_pairing_mode": ("strict", "strict", PairingMode.STRICT),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),

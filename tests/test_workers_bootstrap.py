@@ -67,7 +67,7 @@ class TestVllm:
             trouble = "no kv_connector registered: whatever the prefill returns is relayed"
             assert f.registry.trouble(worker) == trouble
             assert trouble in caplog.text
-            assert worker.pairing == ("vllm", "?", "")
+            assert worker.pairing.key == "vllm/?/?"
             assert [path for path, _ in server.requests] == ["/health", "/v1/models", "/version"]
 
     async def test_of_a_connector_that_nobody_knows_that_is_said(self) -> None:
@@ -76,7 +76,7 @@ class TestVllm:
             await until(f.registry, lambda: worker.usable)
             trouble = "connector TheirConnector is not known: whatever the prefill returns is relayed"
             assert f.registry.trouble(worker) == trouble
-            assert worker.pairing == ("vllm", "theirconnector", "")
+            assert worker.pairing.key == "vllm/theirconnector/?"
 
     async def test_nixl_has_no_bootstrap_server(self) -> None:
         async with engine(owner="vllm") as server, fleet() as f:

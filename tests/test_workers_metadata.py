@@ -10,6 +10,7 @@ import pytest
 
 from extproc.workers.client import Answer, NoAnswerError
 from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
+from extproc.workers.pairing_key import Pairing
 from extproc.workers.worker import Role
 
 MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "sglang", "max_model_len": 2048}]}
@@ -98,6 +99,34 @@ async def test_an_sglang_worker_is_described_as_the_peer_does() -> None:
     assert (found.model_ids, found.runtime) == (("tiny",), "sglang")
     assert (found.disaggregation_mode, found.bootstrap_port) == ("prefill", 8998)
     assert found.listed == tuple(MODELS["data"])
+
+
+# What 0.5.23 said of itself on a CPU, as far as it is about the KV cache.
+LAYOUT = {
+    "kv_cache_dtype": "auto",
+    "page_size": 1,
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "dtype": "float32",
+    "disaggregation_transfer_backend": "mooncake",
+}
+
+
+async def test_sglang_tells_how_its_cache_is_laid_out_and_moved() -> None:
+    labels = (await read_metadata(sglang(**LAYOUT))).labels
+    assert Pairing.of("sglang", "mooncake", labels, handshake=False).key == (
+        "sglang/mooncake/dtype=auto,page=1,attn=torch_native,model=float32"
+    )
+    assert labels["disaggregation_transfer_backend"] == "mooncake"
+    assert "prefill_attention_backend" not in labels
+
+
+@pytest.mark.parametrize("split", ["prefill_attention_backend", "decode_attention_backend"])
+async def test_kernels_of_ones_own_for_a_role_are_not_compared(split: str) -> None:
+    labels = (await read_metadata(sglang(**LAYOUT | {split: "fa3"}))).labels
+    assert "attention_backend" not in labels
+    assert labels["page_size"] == "1"
 
 
 async def test_older_versions_have_other_paths() -> None:

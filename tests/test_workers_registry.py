@@ -14,6 +14,7 @@ from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.endpoints import Endpoint, Snapshot
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.metadata import Metadata
+from extproc.workers.pairing import PairingMode
 from extproc.workers.registry import Change, Registry, WorkerExistsError
 from extproc.workers.worker import MOONCAKE, NIXL, Role, Status, Worker
 
@@ -87,6 +88,24 @@ class TestUsable:
         other = add_ready(registry, P, "http://10.0.0.2:8000", "m")
         await until(registry, lambda: other.usable)
         assert registry.usable(P, "m") == (worker, other)
+
+    async def test_pairs_are_worked_out_anew_only_when_something_changes(self, registry: Registry) -> None:
+        prefill = add_ready(registry, P, "http://10.0.0.1:8000", "m")
+        decode = add_ready(registry, D, "http://10.0.0.2:8000", "m")
+        await until(registry, lambda: prefill.usable and decode.usable)
+        before = registry.pairs("m")
+        assert before.prefills == (prefill,)
+        assert registry.pairs("m") is before
+        registry.describe(decode, Metadata(model_ids=("m",), labels={"page_size": "64"}))
+        registry.describe(prefill, Metadata(model_ids=("m",), labels={"page_size": "16"}))
+        assert registry.pairs("m").prefills == ()
+        assert '(mismatch on ["page_size"];' in registry.readiness().reason
+        registry.describe(decode, Metadata(model_ids=("m",), labels={"page_size": "16"}))
+        assert registry.pairs("m").prefills == (prefill,)
+        assert registry.readiness().ready
+        for number in range(100):
+            registry.pairs(f"made-up-{number}")
+        assert len(registry._pairs) == 2
 
     async def test_selects_by_role_and_model(self, registry: Registry) -> None:
         a = add_ready(registry, P, "http://10.0.0.1:8000", "a")
@@ -204,11 +223,36 @@ class TestReadiness:
         workers = [add(P, 1, NIXL, "m"), add(D, 2, MOONCAKE, "m"), add(D, 3, NIXL, "other")]
         await until(registry, lambda: all(worker.usable for worker in workers))
         assert registry.readiness().reason == (
-            "no usable prefill and decode worker share a KV transfer protocol "
-            "(mismatch on transport; prefill: vllm/nixl/?; decode: vllm/mooncake/?)"
+            "No prefill/decode pair shares a KV transfer protocol "
+            '(mismatch on ["transport"]; prefill: ["vllm/nixl/?"], decode: ["vllm/mooncake/?"])'
         )
         add(D, 4, "", "m")
         await until(registry, lambda: registry.readiness().ready)
+
+    @pytest.mark.parametrize("mode", PairingMode)
+    async def test_is_as_strict_as_placement(self, mode: PairingMode) -> None:
+        registry = Registry(FakeEnvoy().publish, drain_poll=0.001, pairing=mode)
+        workers = [add_ready(registry, role, f"http://10.0.0.{at}:1", "m") for at, role in enumerate((P, D), 1)]
+        await until(registry, lambda: all(worker.usable for worker in workers))
+        state = registry.readiness()
+        assert state.ready is bool(registry.pairs("m").prefills) is (mode is not PairingMode.STRICT)
+        assert state.ready or state.reason.endswith('prefill: ["sglang/?/?"], decode: ["sglang/?/?"])')
+        await registry.close()
+
+    async def test_pairs_without_a_common_model_do_not_count(self, registry: Registry) -> None:
+        """Nixl has one model, Mooncake another, and across them nobody may be paired."""
+
+        def add(role: Role, number: int, connector: str, model: str) -> Worker:
+            worker = registry.add(spec(role, f"http://10.0.0.{number}:8000", kv=KvConfig(connector)))
+            registry.describe(worker, Metadata(model_ids=(model,), runtime="vllm"))
+            registry.place(worker, worker.url.host)
+            registry.set_status(worker, Status.READY)
+            return worker
+
+        workers = [add(P, 1, NIXL, "a"), add(P, 2, MOONCAKE, "b"), add(D, 3, NIXL, "b"), add(D, 4, MOONCAKE, "a")]
+        await until(registry, lambda: all(worker.usable for worker in workers))
+        assert not registry.readiness().ready
+        assert 'mismatch on ["transport"]' in registry.readiness().reason
 
     async def test_counts_only_usable_workers(self, registry: Registry) -> None:
         prefill = add_ready(registry, P, "http://10.0.0.1:8000")

@@ -169,7 +169,7 @@ def tellable(
         unreachable: none of them accepts a connection.
     """
     if unreachable:
-        return placer.alike(model, workers[0], workers)
+        return placer.alike(model, workers[0], workers, partner=True)
     return workers if failed is None else (*(other for other in workers if other is not failed), failed)
 
 

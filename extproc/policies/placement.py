@@ -1,20 +1,35 @@
-"""Placement: which prefill worker and which decode workers, in order, a request gets."""
+"""Placement: which prefill worker and which decode workers, in order, a request gets.
+
+Pairs are chosen, never two workers by themselves: the prefill worker by its policy among those that have a partner,
+then the decode workers by theirs among its partners.
+
+Where workers say where they are (:mod:`extproc.workers.topology`), the partners nearest to the prefill worker come
+first, and equally near ones by the policy. Nearness decides only as long as it hurts nobody: when the nearer worker has
+more than twice the requests under way of the farther one, and two more, the farther one is taken. So a worker near
+which there is no prefill worker gets its work as soon as there is some to spare, and a busy neighbourhood is helped
+out. The prefill worker itself is chosen without regard to nearness: else those far from every decode worker would stand
+idle.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
 from extproc.policies.policy import Policy
-from extproc.workers.pairing import may_pair, share_model, why_none
+from extproc.workers.pairing import hand_over_alike, of_one_model, why_none
+from extproc.workers.pairs import Pairs, Tiers
 from extproc.workers.worker import Role, Worker
 
 # Envoy tries the hosts of the list in order while they refuse the connection; dataplane's retry policy allows as many.
 CANDIDATES: Final = 4
+# A near decode worker is passed over when it has more requests under way than so many times those of the farther one
+# and the new one.
+NEAR_FACTOR: Final = 2
 _SHOWN: Final = 256  # characters of a model's name: a client may send any number
 _RETRY_AFTER: Final = 1  # seconds; health probes of a worker that is down come about as often
-_REMEMBERED: Final = 256  # sets of workers whose partners are remembered; a fleet has a few per model
 
 
 class Fleet(Protocol):
@@ -22,6 +37,9 @@ class Fleet(Protocol):
 
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """The workers of ``role`` that may be given a request for ``model`` now."""
+
+    def pairs(self, model: str | None) -> Pairs:
+        """Which of them may be paired; the same object until something changes."""
 
     def __len__(self) -> int:
         """How many workers are registered."""
@@ -44,9 +62,6 @@ class Placer:
         self._fleet = fleet
         self._prefill = prefill
         self._decode = decode
-        # By identity: the fleet gives the same tuples until something changes. Held, so that no other object can have
-        # their identity meanwhile.
-        self._alike: dict[tuple[int, int, bool], tuple[object, object, bool]] = {}
 
     def pair(self, model: str | None, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
         """A prefill worker and decode workers that it may hand a KV cache to.
@@ -60,52 +75,35 @@ class Placer:
             GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one, or
                 ``no_compatible_pd_pair``.
         """
-        prefills, decodes = self._candidates(model, without, like)
-        if not prefills or not decodes:
-            raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
-        any_model = model is None
-        if self._all_alike(prefills, decodes, any_model=any_model):
-            return Pair(self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES)))
-        for prefill in self._prefill.rank(prefills, len(prefills)):
-            partners = tuple(decode for decode in decodes if _partners(prefill, decode, any_model=any_model))
-            if partners:
-                same = decodes if len(partners) == len(decodes) else partners
-                return Pair(prefill, _of_one_key(self._decode.rank(same, CANDIDATES)))
-        raise _incompatible(prefills, decodes)
+        pairs = self._fleet.pairs(model)
+        prefills = pairs.prefills if like is None else pairs.like(like)
+        prefill = self._first(pairs, prefills, without) if prefills else None
+        if prefill is None:
+            raise self._no_pair(pairs, model, without, like)
+        tiers = pairs.tiers(prefill)
+        if len(tiers) > 1:
+            return Pair(prefill, _of_one_key(self._nearest(tiers, without)))
+        return Pair(prefill, _of_one_key(self._ranked(tiers[0], without)))
 
     def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
         """Whether :meth:`pair` would find one; no policy is told of the question."""
-        prefills, decodes = self._candidates(model, without, like)
-        return any(_partners(prefill, decode, any_model=model is None) for prefill in prefills for decode in decodes)
+        pairs = self._fleet.pairs(model)
+        return any(_has_partner(pairs, prefill, without) for prefill in pairs.like(like) if prefill not in without)
 
-    def _candidates(
-        self, model: str | None, without: Collection[Worker], like: Worker | None
-    ) -> tuple[Sequence[Worker], Sequence[Worker]]:
-        prefills, decodes = self._fleet.usable(Role.PREFILL, model), self._fleet.usable(Role.DECODE, model)
-        if like is not None:
-            prefills = tuple(prefill for prefill in prefills if prefill.pairing == like.pairing)
-        if without:
-            prefills = tuple(worker for worker in prefills if worker not in without)
-            decodes = tuple(worker for worker in decodes if worker not in without)
-        return prefills, decodes
+    def alike(
+        self, model: str | None, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
+    ) -> Sequence[Worker]:
+        """Workers in order of preference that may be given what was meant for ``like``; none may be left.
 
-    def _all_alike(self, prefills: Sequence[Worker], decodes: Sequence[Worker], *, any_model: bool) -> bool:
-        """Whether each of ``prefills`` may be paired with each of ``decodes``, as in most fleets."""
-        key = (id(prefills), id(decodes), any_model)
-        known = self._alike.get(key)
-        if known is None:
-            if len(self._alike) >= _REMEMBERED:
-                self._alike.clear()
-            alike = all(_partners(prefill, decode, any_model=any_model) for prefill in prefills for decode in decodes)
-            known = self._alike[key] = (prefills, decodes, alike)
-        return known[2]
-
-    def alike(self, model: str | None, like: Worker, without: Collection[Worker] = ()) -> Sequence[Worker]:
-        """Workers in order of preference that may be given what was meant for ``like``; none may be left."""
+        ``partner``: they must also have the same partners, for it is about a KV cache that one of those has.
+        """
         found = tuple(
             worker
             for worker in self._fleet.usable(like.role, model)
-            if worker.pairing == like.pairing and worker.api_key == like.api_key and worker not in without
+            if hand_over_alike(worker, like)
+            and worker.api_key == like.api_key
+            and worker not in without
+            and (not partner or worker.pairing == like.pairing)
         )
         policy = self._decode if like.role is Role.DECODE else self._prefill
         return policy.rank(found, CANDIDATES) if found else ()
@@ -113,7 +111,7 @@ class Placer:
     def decodes(self, model: str | None) -> Sequence[Worker]:
         """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
         found = self._fleet.usable(Role.DECODE, model)
-        return _of_one_key(self._decode.rank(found, CANDIDATES)) if found else ()
+        return _of_one_kind(self._decode.rank(found, CANDIDATES)) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be given a request now, in no order of preference.
@@ -136,9 +134,69 @@ class Placer:
         if not prefills:
             raise self._nobody(model, Role.PREFILL)
         if like is not None:
-            others = tuple(w for w in prefills if w.pairing == like.pairing and w is not like)
+            others = tuple(worker for worker in prefills if worker is not like and hand_over_alike(worker, like))
             return _of_one_key((like, *others[: CANDIDATES - 1]))
-        return _of_one_key(self._prefill.rank(prefills, CANDIDATES))
+        return _of_one_kind(self._prefill.rank(prefills, CANDIDATES))
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _first(self, pairs: Pairs, prefills: Sequence[Worker], without: Collection[Worker]) -> Worker | None:
+        """The prefill worker whose turn it is of those that have a partner left; None when none has."""
+        if not without:
+            return self._prefill.rank(prefills, 1)[0]
+        left = [worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without)]
+        if not left:
+            return None
+        ranked = self._prefill.rank(prefills, min(len(prefills), len(without) + 1))
+        return next((worker for worker in ranked if worker in left), left[0])
+
+    def _ranked(self, decodes: Sequence[Worker], without: Collection[Worker]) -> Sequence[Worker]:
+        """As many of ``decodes`` as Envoy may try, best first; none when all are to be left out."""
+        if not without:
+            return self._decode.rank(decodes, CANDIDATES)
+        ranked = self._decode.rank(decodes, CANDIDATES + len(without))
+        return tuple(worker for worker in ranked if worker not in without)[:CANDIDATES]
+
+    def _nearest(self, tiers: Tiers, without: Collection[Worker]) -> Sequence[Worker]:
+        """The same, of several groups the nearest first: see the module."""
+        chosen: Sequence[Worker] = ()
+        passed: list[Worker] = []  # of nearer groups, which are busy
+        for tier in tiers:
+            if chosen and chosen[0].load <= NEAR_FACTOR:  # then nobody far can have less than half
+                break
+            ranked = self._ranked(tier, without)
+            if ranked and (not chosen or chosen[0].load > NEAR_FACTOR * (ranked[0].load + 1)):
+                passed, chosen = [*chosen, *passed], ranked
+        found = [*chosen, *passed]
+        for tier in tiers:
+            if len(found) >= CANDIDATES:
+                break
+            # Not by the policy: its turn is for those who are meant to serve.
+            start = random.getrandbits(32)
+            for place in range(start, start + len(tier)):
+                worker = tier[place % len(tier)]
+                if worker not in found and worker not in without:
+                    found.append(worker)
+                    if len(found) >= CANDIDATES:
+                        break
+        return tuple(found[:CANDIDATES])
+
+    def _no_pair(
+        self, pairs: Pairs, model: str | None, without: Collection[Worker], like: Worker | None
+    ) -> GatewayError:
+        prefills = [
+            worker
+            for worker in pairs.usable_prefills
+            if worker not in without and (like is None or hand_over_alike(worker, like))
+        ]
+        decodes = [worker for worker in pairs.usable_decodes if worker not in without]
+        if not prefills or not decodes:
+            return self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
+        candidates = of_one_model(prefills, decodes)
+        if why := why_none(candidates, pairs.mode):
+            return GatewayError("no_compatible_pd_pair", why)
+        message = "No prefill worker and decode worker that are available serve the same model"
+        return GatewayError("no_available_workers", message, retry_after=_RETRY_AFTER)
 
     def _nobody(self, model: str | None, role: Role) -> GatewayError:
         # A gateway to which nobody has come yet cannot say what exists.
@@ -150,16 +208,18 @@ class Placer:
         )
 
 
-def _partners(prefill: Worker, decode: Worker, *, any_model: bool) -> bool:
-    return may_pair(prefill, decode) and (not any_model or share_model(prefill, decode))
+def _has_partner(pairs: Pairs, prefill: Worker, without: Collection[Worker]) -> bool:
+    """Whether ``prefill`` has a partner but ``without``."""
+    return any(decode not in without for tier in pairs.tiers(prefill) for decode in tier)
 
 
-def _incompatible(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> GatewayError:
-    why = why_none(prefills, decodes)
-    if why:
-        return GatewayError("no_compatible_pd_pair", why[0].upper() + why[1:])
-    message = "No prefill worker and decode worker that are available serve the same model"
-    return GatewayError("no_available_workers", message, retry_after=_RETRY_AFTER)
+def _of_one_kind(ranked: Sequence[Worker]) -> Sequence[Worker]:
+    """Those that can be sent what the first one is sent."""
+    first = ranked[0]
+    for worker in ranked:
+        if not hand_over_alike(worker, first):
+            return _of_one_key([worker for worker in ranked if hand_over_alike(worker, first)])
+    return _of_one_key(ranked)
 
 
 def _of_one_key(ranked: Sequence[Worker]) -> Sequence[Worker]:

@@ -1,43 +1,65 @@
 """round_robin: each candidate in turn.
 
 What: the candidate after the one that was chosen last, by order of registration. When to use: equal workers and
-requests of similar size. Fields: none. Failure: none; the set may change at any time: the turn goes on after the worker
-chosen last, or, when that one is gone, at the place where it stood. Source: the peer's policy of this name, which
-counts modulo the number of candidates and so skips or repeats workers whenever the set changes.
+requests of similar size. Fields: none. Failure: none; every set of candidates (a model's, a prefill worker's partners)
+has a turn of its own. A set may change at any time: the turn goes on after the worker chosen last, or, when that one is
+gone, at the place where it stood. Source: the peer's policy of this name, which counts modulo the number of candidates
+and so skips or repeats workers whenever the set changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from extproc.workers.worker import Worker
+
+_TURNS: Final = 128  # sets whose turn is remembered; a fleet has a few per model
+_CHOSEN: Final = 4096  # workers of whom it is remembered when they were chosen
+
+
+class _Turn:
+    """The turn of one set of candidates, which it holds: no other object can have their identity meanwhile."""
+
+    __slots__ = ("candidates", "next", "rankings")
+
+    def __init__(self, candidates: Sequence[Worker], start: int) -> None:
+        self.candidates = candidates
+        self.next = start
+        self.rankings: dict[tuple[int, int], Sequence[Worker]] = {}  # by start and limit
 
 
 class RoundRobinPolicy:
     """See the module."""
 
     def __init__(self) -> None:
-        self._seen: Sequence[Worker] = ()
-        self._next = 0
-        self._rankings: dict[tuple[int, int], Sequence[Worker]] = {}  # of the candidates seen last, by start and limit
+        self._turns: dict[int, _Turn] = {}  # by identity of the candidates, the oldest first
+        self._chosen: dict[Worker, int] = {}  # when each was chosen last, in calls
+        self._calls = 0
 
     def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
         """The next candidate and those after it."""
-        if candidates is not self._seen:
-            self._next = self._resume(candidates)
-            self._seen = candidates
-            self._rankings.clear()
-        start = self._next
-        self._next = start + 1 if start + 1 < len(candidates) else 0
-        ranking = self._rankings.get((start, limit))
+        turn = self._turns.get(id(candidates))
+        if turn is None:
+            turn = self._begin(candidates)
+        start = turn.next
+        turn.next = start + 1 if start + 1 < len(candidates) else 0
+        self._calls += 1
+        self._chosen[candidates[start]] = self._calls
+        ranking = turn.rankings.get((start, limit))
         if ranking is None:
             turned = (*candidates[start:], *candidates[:start])
-            ranking = self._rankings[start, limit] = turned[:limit]
+            ranking = turn.rankings[start, limit] = turned[:limit]
         return ranking
 
-    def _resume(self, candidates: Sequence[Worker]) -> int:
-        """Where the turn goes on in a changed set: at the first one after the last chosen that is still there."""
-        for worker in (*self._seen[self._next :], *self._seen[: self._next]):
-            if worker in candidates:
-                return candidates.index(worker)
-        return 0
+    def _begin(self, candidates: Sequence[Worker]) -> _Turn:
+        """The turn of a set that was not seen before: it begins after the one of them that was chosen last."""
+        turns, chosen = self._turns, self._chosen
+        if len(turns) >= _TURNS:
+            del turns[next(iter(turns))]
+        if len(chosen) >= _CHOSEN:
+            chosen.clear()
+        latest = max(range(len(candidates)), key=lambda place: chosen.get(candidates[place], 0))
+        start = (latest + 1) % len(candidates) if candidates[latest] in chosen else 0
+        begun = turns[id(candidates)] = _Turn(candidates, start)
+        return begun

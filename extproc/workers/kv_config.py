@@ -32,15 +32,23 @@ class KvConfig:
         connector: the class that moves the cache, by its canonical name; never MultiConnector.
         role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
         engine_id: the engine's id, before vLLM appends a data-parallel rank.
+        enforces_handshake: NIXL: it fetches from no engine that is configured otherwise (vLLM 0.32, ``nixl/base_worker
+            .py``: ``kv_connector_extra_config.enforce_handshake_compat``).
     """
 
     connector: str = ""
     role: str = ""
     engine_id: str = ""
+    enforces_handshake: bool = True
 
     def or_else(self, other: KvConfig) -> KvConfig:
         """These, and ``other``'s where nothing is said here."""
-        return KvConfig(self.connector or other.connector, self.role or other.role, self.engine_id or other.engine_id)
+        return KvConfig(
+            self.connector or other.connector,
+            self.role or other.role,
+            self.engine_id or other.engine_id,
+            self.enforces_handshake and other.enforces_handshake,
+        )
 
 
 def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvConfig:
@@ -62,6 +70,7 @@ def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvC
         _agreed("kv_connector", connector, engine.connector),
         _agreed("kv_role", said.role, engine.role),
         _agreed("kv_engine_id", said.engine_id, engine.engine_id),
+        engine.enforces_handshake,
     )
     _refuse(found)
     if found.role and found.role not in KV_ROLES:
@@ -110,7 +119,9 @@ def _connectors(config: Mapping[str, object]) -> list[KvConfig]:
     waiting = [(config, KvConfig())]
     while waiting:  # not by recursion: whoever registers chooses the depth
         one, parent = waiting.pop()
-        own = KvConfig(canonical(_text(one, "kv_connector")), _text(one, "kv_role"), _text(one, "engine_id"))
+        own = KvConfig(
+            canonical(_text(one, "kv_connector")), _text(one, "kv_role"), _text(one, "engine_id"), _enforces(one)
+        )
         if not own.connector:
             raise KvConfigError("kv_transfer_config has no kv_connector")
         # A child is told its own role and id where it has them.
@@ -132,6 +143,11 @@ def _children(multi: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
             f"kv_transfer_config: {MULTI} has no kv_connector_extra_config.connectors with a kv_connector each"
         )
     return children
+
+
+def _enforces(config: Mapping[str, object]) -> bool:
+    extra = config.get("kv_connector_extra_config")
+    return not isinstance(extra, Mapping) or extra.get("enforce_handshake_compat", True) is not False
 
 
 def _names(connectors: Sequence[KvConfig]) -> str:

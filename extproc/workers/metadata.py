@@ -29,6 +29,8 @@ _SERVER_LABELS = (
     "load_balance_method",
     "is_embedding",
 )
+_LAYOUT_LABELS = ("disaggregation_transfer_backend", "kv_cache_dtype", "page_size")
+_SPLIT_BACKENDS = ("prefill_attention_backend", "decode_attention_backend")
 _MODEL_LABELS = (
     "model_path",
     "tokenizer_path",
@@ -162,6 +164,7 @@ def _assemble(
     labels = {
         **_labels(model, _MODEL_LABELS),
         **_labels(server, _SERVER_LABELS),
+        **_layout(server),
         **(_labels(models[0], ("max_model_len",)) if models else {}),
     }
     served = labels.get("served_model_name")
@@ -177,6 +180,19 @@ def _assemble(
         bootstrap_port=port if type(port) is int and 0 < port < 65536 else None,
         listed=tuple(models),
     )
+
+
+def _layout(server: Mapping[str, object]) -> dict[str, str]:
+    """How the server moves and lays out its KV cache: by its settings after it has made up its mind (0.5.23).
+
+    With kernels of their own for prefill or decode, ``attention_backend`` is not what runs: then nothing is said of it.
+    """
+    found = _labels(server, _LAYOUT_LABELS)
+    if not any(server.get(name) for name in _SPLIT_BACKENDS):
+        found |= _labels(server, ("attention_backend",))
+    if "dtype" in server:
+        found |= _labels({"model_dtype": server["dtype"]}, ("model_dtype",))
+    return found
 
 
 def _labels(source: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Final
 
 from extproc.workers.client import NoAnswerError, WorkerClient
 from extproc.workers.kv_engines import bootstrap_address, dp_size
-from extproc.workers.pairing import may_pair
+from extproc.workers.pairing import PairingMode, may_pair
 from extproc.workers.registry import Registry
 from extproc.workers.worker import MOONCAKE, Role, Status, Worker
 
@@ -46,7 +46,7 @@ class MooncakeRefresh:
         self._remember(addresses)
         if not moved:
             return
-        decodes = [worker for worker in self._registry if _is_told(prefill, worker)]
+        decodes = [worker for worker in self._registry if _is_told(prefill, worker, self._registry.pairing)]
         _logger.warning(
             "a Mooncake prefill restarted under the same engine id; its decode workers are told",
             extra={"worker": prefill.name, "decodes": len(decodes)},
@@ -103,6 +103,6 @@ class MooncakeRefresh:
                 raise NoAnswerError(f"POST {_PATH}: HTTP {answer.status}")
 
 
-def _is_told(prefill: Worker, worker: Worker) -> bool:
+def _is_told(prefill: Worker, worker: Worker, mode: PairingMode) -> bool:
     """A decode with another connector than Mooncake's may not be: NIXL's dies of parameters that are not its own."""
-    return worker.role is Role.DECODE and worker.kv_connector == MOONCAKE and may_pair(prefill, worker)
+    return worker.role is Role.DECODE and worker.kv_connector == MOONCAKE and may_pair(prefill, worker, mode)

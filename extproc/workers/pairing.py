@@ -1,20 +1,54 @@
 """Which prefill and decode workers can hand a KV cache over to each other, as far as anybody has said.
 
-The parts and the operator's override (label ``pairing_protocol``) are the peer's: both sides have the label: only it is
-compared; else runtime and transport are, and a part that one side does not know matches anything.
+Compared are the parts of :class:`~extproc.workers.pairing_key.Pairing`, unless both workers have the label
+``pairing_protocol``: then only that is. ``--pd-pairing-mode`` says what a part means that nobody has said: it fits
+anything (``lenient``), nothing (``strict``), or nothing is compared at all (``off``). The parts and the label are the
+peer's; the peer names the modes and does not say more of them.
+
+What the engines themselves compare: a SGLang decode (0.5.23, ``disaggregation/common/conn.py``,
+``try_ensure_parallel_info``) the page size and the cache's data type, letter by letter, and its scheduler ends when
+they differ; a vLLM decode with NIXL (0.32, ``kv_connector/v1/nixl/metadata.py``, ``compute_nixl_compatibility_hash``)
+a hash of vLLM's and the connector's version, the model's name, data type and shape, the attention backend, the cache's
+data type and more, and it fails the request, unless told not to look (``enforce_handshake_compat``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import lru_cache
+from typing import Final
 
-from extproc.workers.worker import UNKNOWN, Pairing, Worker
+from extproc.workers.pairing_key import ANY, UNKNOWN, Pairing
+from extproc.workers.worker import Worker
+
+_LAYOUT: Final = ("transport", "kv_cache_dtype", "page_size", "attention_backend", "model_dtype")
+# Not in a worker's key: where they differ, their values are named besides.
+_HANDSHAKE: Final = ("version", "model_path")
+_NAMES: Final = ("pairing_protocol", "runtime", *_LAYOUT, *_HANDSHAKE)
+# "auto" leaves these to the engine, which may well choose what the other one was told. What becomes of an "auto" cache
+# type depends on the checkpoint too, but both engines compare the word itself.
+_LEFT_OPEN: Final = ("attention_backend", "model_dtype")
+_AUTO: Final = "auto"
+_TORCH: Final = "torch."
+_SHORT: Final = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
+_VERSION: Final = re.compile(r"v?(\d+)\.(\d+)")
+_HASHED_SINCE: Final = (0, 13)  # vLLM pull request 29503
+_SHOWN: Final = 8  # keys or values of one side in a message
 
 
-def may_pair(prefill: Worker, decode: Worker) -> bool:
-    """Whether nothing is known that keeps ``decode`` from fetching what ``prefill`` has computed."""
-    return prefill.pairing == decode.pairing or not mismatch(prefill.pairing, decode.pairing)
+class PairingMode(Enum):
+    """What a part that nobody has said means; the values are those of ``--pd-pairing-mode``."""
+
+    OFF = "off"  # nothing is compared
+    LENIENT = "lenient"  # it fits anything
+    STRICT = "strict"  # it fits nothing
+
+
+def may_pair(prefill: Worker, decode: Worker, mode: PairingMode) -> bool:
+    """Whether ``decode`` may fetch what ``prefill`` has computed."""
+    return not mismatch(prefill.pairing, decode.pairing, mode)
 
 
 def share_model(one: Worker, other: Worker) -> bool:
@@ -24,31 +58,85 @@ def share_model(one: Worker, other: Worker) -> bool:
     return not set(one.model_ids).isdisjoint(other.model_ids)
 
 
+def hand_over_alike(one: Worker, other: Worker) -> bool:
+    """Whether what was prepared for one prefill worker, or for one that answers alone, can be sent to the other."""
+    return one.runtime == other.runtime and one.kv_connector == other.kv_connector
+
+
 def pairing_key(worker: Worker) -> str:
-    """What the control API shows as ``pd_pairing``: runtime, transport and KV layout, which nobody tells over HTTP."""
-    runtime, transport, protocol = worker.pairing
-    return protocol or f"{runtime}/{transport}/{UNKNOWN}"
+    """What the control API shows as ``pd_pairing``."""
+    return worker.pairing.key
 
 
-@lru_cache(maxsize=1024)
-def mismatch(prefill: Pairing, decode: Pairing) -> str:
-    """The first part in which the two differ; empty when they may be paired."""
+@lru_cache(maxsize=4096)
+def mismatch(prefill: Pairing, decode: Pairing, mode: PairingMode) -> tuple[str, ...]:
+    """The parts in which the two do not fit, by their names; empty when they may be paired."""
+    if mode is PairingMode.OFF:
+        return ()
     if prefill.protocol and decode.protocol:
-        return "" if prefill.protocol == decode.protocol else "pairing_protocol"
+        return () if prefill.protocol == decode.protocol else ("pairing_protocol",)
     if prefill.runtime != decode.runtime:
-        return "runtime"
-    if prefill.transport != decode.transport and UNKNOWN not in (prefill.transport, decode.transport):
-        return "transport"
-    return ""
-
-
-def why_none(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> str:
-    """Why none of ``prefills`` may be paired with any of ``decodes``, in one line; empty when some may be."""
-    parts = {mismatch(prefill.pairing, decode.pairing): None for prefill in prefills for decode in decodes}
-    if not parts or "" in parts:
-        return ""
-    keys = [", ".join(dict.fromkeys(pairing_key(worker) for worker in side)) for side in (prefills, decodes)]
-    return (
-        "no usable prefill and decode worker share a KV transfer protocol "
-        f"(mismatch on {', '.join(parts)}; prefill: {keys[0]}; decode: {keys[1]})"
+        return ("runtime",)  # what else differs says nothing then
+    strict = mode is PairingMode.STRICT
+    return tuple(
+        part
+        for part in (*_LAYOUT, *_HANDSHAKE)
+        if not _fit(part, getattr(prefill, part), getattr(decode, part), strict=strict)
     )
+
+
+def of_one_model(prefills: Iterable[Worker], decodes: Iterable[Worker]) -> list[tuple[Worker, Worker]]:
+    """The pairs that have a model in common, one of each kind of worker."""
+    kinds = [{(worker.model_ids, worker.pairing): worker for worker in side}.values() for side in (prefills, decodes)]
+    return [(prefill, decode) for prefill in kinds[0] for decode in kinds[1] if share_model(prefill, decode)]
+
+
+def why_none(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str:
+    """Why none of ``pairs`` may be, in the peer's words; empty when one may, or there are none."""
+    found = [mismatch(prefill.pairing, decode.pairing, mode) for prefill, decode in pairs]
+    if not all(found) or not found:
+        return ""
+    sides = [list(dict.fromkeys(pair[side].pairing for pair in pairs)) for side in (0, 1)]
+    parts = [name for name in _NAMES if any(name in names for names in found)]
+    said = [_listed(pairing.key for pairing in side) for side in sides]
+    message = f"mismatch on {_listed(parts)}; prefill: {said[0]}, decode: {said[1]}"
+    for part in _HANDSHAKE:
+        if part in parts:
+            values = [_listed(getattr(pairing, part) or UNKNOWN for pairing in side) for side in sides]
+            message += f"; {part}: {values[0]} and {values[1]}"
+    return f"No prefill/decode pair shares a KV transfer protocol ({message})"
+
+
+def _fit(part: str, one: str, other: str, *, strict: bool) -> bool:
+    if ANY in (one, other):
+        return True
+    if one in ("", UNKNOWN) or other in ("", UNKNOWN):
+        return not strict
+    if part == "model_dtype":
+        one, other = _plain(one), _plain(other)
+    if one == other:
+        return True
+    if part in _LEFT_OPEN and _AUTO in (one, other):
+        return not strict
+    return part == "version" and not strict and not _hashes(one) and not _hashes(other)
+
+
+def _plain(dtype: str) -> str:
+    """A model's data type by one name: ``torch.bfloat16`` is ``bfloat16``."""
+    name = dtype.removeprefix(_TORCH)
+    return _SHORT.get(name, name)
+
+
+def _hashes(version: str) -> bool:
+    """Whether vLLM of this version compares hashes; older ones of different versions may or may not get on."""
+    found = _VERSION.match(version)
+    return found is None or (int(found[1]), int(found[2])) >= _HASHED_SINCE
+
+
+def _listed(names: Iterable[str]) -> str:
+    """``["a", "b"]``, each once; what is beyond a few is only counted."""
+    distinct: Sequence[str] = list(dict.fromkeys(names))
+    shown = [f'"{name}"' for name in distinct[:_SHOWN]]
+    if len(distinct) > _SHOWN:
+        shown.append(f"and {len(distinct) - _SHOWN} more")
+    return f"[{', '.join(shown)}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from extproc.workers.pairing import may_pair, share_model, why_none
+from extproc.workers.pairing import PairingMode, of_one_model, why_none
 from extproc.workers.worker import Role, Worker
 
 
@@ -19,10 +19,13 @@ class Readiness:
     total_workers: int
 
 
-def assess(workers: Sequence[Worker]) -> Readiness:
-    """Ready means: a usable prefill and a usable decode worker may be paired and have a model in common."""
+def assess(workers: Sequence[Worker], mode: PairingMode) -> Readiness:
+    """Ready means: a usable prefill and a usable decode worker may be paired and have a model in common.
+
+    ``mode`` is how they are compared.
+    """
     usable = [worker for worker in workers if worker.usable]
-    reason = _missing_role(workers) or _missing_pair(usable)
+    reason = _missing_role(workers) or _missing_pair(usable, mode)
     return Readiness(not reason, reason, len(usable), len(workers))
 
 
@@ -35,14 +38,10 @@ def _missing_role(workers: Sequence[Worker]) -> str:
     return ", ".join(missing)
 
 
-def _missing_pair(usable: Sequence[Worker]) -> str:
+def _missing_pair(usable: Sequence[Worker], mode: PairingMode) -> str:
     prefills = [worker for worker in usable if worker.role is Role.PREFILL]
     decodes = [worker for worker in usable if worker.role is Role.DECODE]
-    # Sets: a large fleet has few kinds of workers.
-    kinds = [{(worker.model_ids, worker.pairing): worker for worker in side}.values() for side in (prefills, decodes)]
-    alike = [(one, other) for one in kinds[0] for other in kinds[1] if share_model(one, other)]
-    if not alike:
+    pairs = of_one_model(prefills, decodes)
+    if not pairs:
         return "no model is served by both a usable prefill worker and a usable decode worker"
-    if any(may_pair(one, other) for one, other in alike):
-        return ""
-    return why_none([one for one, _ in alike], [other for _, other in alike])
+    return why_none(pairs, mode)

@@ -17,6 +17,8 @@ from extproc.workers.addresses import Addresses
 from extproc.workers.identity import new_worker_id
 from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
+from extproc.workers.pairing import PairingMode
+from extproc.workers.pairs import Pairs
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.spec import WorkerSpec
@@ -65,15 +67,23 @@ class Registry:
     """See the module. ``publish`` tells Envoy of endpoints and returns once Envoy has acknowledged them.
 
     ``drain_limit`` (seconds) bounds the wait for requests under way when a worker is removed or moves;
-    ``drain_poll`` is how often their number is looked at.
+    ``drain_poll`` is how often their number is looked at. ``pairing`` says how prefill and decode workers are compared.
     """
 
     def __init__(
-        self, publish: Publish, *, drain_limit: float = 180.0, drain_poll: float = 0.1, publish_retry: float = 5.0
+        self,
+        publish: Publish,
+        *,
+        drain_limit: float = 180.0,
+        drain_poll: float = 0.1,
+        publish_retry: float = 5.0,
+        pairing: PairingMode = PairingMode.LENIENT,
     ) -> None:
+        self.pairing = pairing
         self._records: dict[str, _Record] = {}
         self._by_url: dict[tuple[str, Role], _Record] = {}
         self._indexes: dict[Role, _Index] = {}
+        self._pairs: dict[tuple[int, int, bool], Pairs] = {}  # by identity of the usable workers
         self._models: dict[str, None] | None = None
         self._readiness: Readiness | None = None
         self._subscribers: list[Subscriber] = []
@@ -94,6 +104,15 @@ class Registry:
             index = self._indexes[role] = self._build_index(role)
         found = index.by_model.get(model)
         return index.any_model if found is None else found
+
+    def pairs(self, model: str | None) -> Pairs:
+        """Which usable workers may be paired for ``model``, None for any; the same object until something changes."""
+        prefills, decodes = self.usable(Role.PREFILL, model), self.usable(Role.DECODE, model)
+        key = (id(prefills), id(decodes), model is None)
+        found = self._pairs.get(key)
+        if found is None:
+            found = self._pairs[key] = Pairs(prefills, decodes, self.pairing, any_model=model is None)
+        return found
 
     def knows_model(self, model: str) -> bool:
         """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
@@ -143,7 +162,7 @@ class Registry:
     def readiness(self) -> Readiness:
         """Whether a request could be served now, and if not, why."""
         if self._readiness is None:
-            self._readiness = assess([record.worker for record in self._records.values()])
+            self._readiness = assess([record.worker for record in self._records.values()], self.pairing)
         return self._readiness
 
     # -- coming and going -----------------------------------------------------------------------------------------
@@ -171,6 +190,7 @@ class Registry:
             cards=spec.cards,
             kv_connector=spec.kv.connector,
             kv_role=spec.kv.role,
+            enforces_handshake=spec.kv.enforces_handshake,
         )
         # Only vLLM has connectors.
         worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
@@ -288,6 +308,7 @@ class Registry:
 
     def _tell(self, worker: Worker, change: Change) -> None:
         self._indexes = {}
+        self._pairs = {}
         self._models = None
         self._readiness = None
         for callback in tuple(self._subscribers):

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from extproc.errors import InvalidUrlError
+from extproc.workers.pairing_key import UNKNOWN, Pairing, enforces_handshake
+from extproc.workers.topology import Place, place_of
 
 
 def is_ip_address(host: str) -> bool:
@@ -49,7 +51,6 @@ class Status(Enum):
     DRAINING = "draining"
 
 
-UNKNOWN: Final = "?"  # a part of a pairing key that nobody has said
 NIXL: Final = "NixlConnector"
 MOONCAKE: Final = "MooncakeConnector"
 MOONCAKE_BOOTSTRAP_PORT: Final = 8998  # the default of vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT
@@ -66,20 +67,6 @@ class KvEngine(NamedTuple):
 
     rank: int
     id: str
-
-
-class Pairing(NamedTuple):
-    """What must agree between a prefill and a decode worker; see :mod:`extproc.workers.pairing`.
-
-    Attributes:
-        runtime: the engine.
-        transport: how it moves KV cache: ``nixl``, ``mooncake``, another connector's name in lower case, or ``?``.
-        protocol: the operator's own word for all of it (label ``pairing_protocol``), empty where there is none.
-    """
-
-    runtime: str
-    transport: str
-    protocol: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +136,7 @@ class Worker:
     kv_connector: str = ""
     kv_role: str = ""
     kv_engines: tuple[KvEngine, ...] = ()
+    enforces_handshake: bool = True  # NIXL: takes the cache of no engine unlike itself, unless a label says otherwise
     # vLLM decode: a chat's ``kv_transfer_params.prompt_token_ids`` stand for its prompt: no chat template is applied,
     # nothing is tokenised again. Found out by asking (:mod:`extproc.workers.token_ids`).
     takes_token_ids: bool = False
@@ -164,6 +152,7 @@ class Worker:
     listed: tuple[Mapping[str, object], ...] = ()
     name: str = field(init=False)  # the URL as text, made once
     pairing: Pairing = field(init=False)  # plain, because the request path compares it
+    place: Place = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = str(self.url)
@@ -171,7 +160,13 @@ class Worker:
 
     def update_pairing(self) -> None:
         """To be called whenever runtime, connector or labels are others."""
-        self.pairing = Pairing(self.runtime, self.transport, self.labels.get("pairing_protocol", ""))
+        handshake = (
+            self.runtime == "vllm"
+            and self.kv_connector == NIXL
+            and (self.role is not Role.DECODE or (self.enforces_handshake and enforces_handshake(self.labels)))
+        )
+        self.pairing = Pairing.of(self.runtime, self.transport, self.labels, handshake=handshake)
+        self.place = place_of(self.labels)
 
     @property
     def usable(self) -> bool:

@@ -1,0 +1,91 @@
+"""Who may be paired with whom: worked out once for a set of workers, so that a request pays two dict lookups.
+
+Workers are compared by kind (what they need of a partner, and their models), of which a fleet has few: 500 prefill and
+500 decode workers take less than 1 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from extproc.workers.pairing import PairingMode, hand_over_alike, may_pair, share_model
+from extproc.workers.topology import NOWHERE, Place, tiers
+from extproc.workers.worker import Worker
+
+Kind: TypeAlias = tuple[object, object]
+Tiers: TypeAlias = tuple[Sequence[Worker], ...]
+
+
+class Pairs:
+    """The pairs of two sets of usable workers.
+
+    Every sequence it gives is the same object as long as it lives, for policies to tell by.
+
+    Args:
+        prefills, decodes: the workers.
+        mode: how they are compared.
+        any_model: no model was asked for: both must serve a common one; else all serve the one that was.
+
+    Attributes:
+        mode: as above.
+        usable_prefills, usable_decodes: all, with a partner or without.
+        prefills: those that have a partner.
+    """
+
+    def __init__(
+        self, prefills: Sequence[Worker], decodes: Sequence[Worker], mode: PairingMode, *, any_model: bool
+    ) -> None:
+        self.mode = mode
+        self.usable_prefills = prefills
+        self.usable_decodes = decodes
+        self._any_model = any_model
+        self._located = any(w.place is not NOWHERE for w in prefills) and any(w.place is not NOWHERE for w in decodes)
+        self._partners = self._by_kind()
+        fit = tuple(worker for worker in prefills if self._partners[self._kind(worker)])
+        self.prefills: Sequence[Worker] = prefills if len(fit) == len(prefills) else fit
+        self._alike: dict[tuple[str, str], Sequence[Worker]] = {}
+        self._tiers: dict[Worker, Tiers] = {}
+        self._seen_from: dict[tuple[int, Place], Tiers] = {}  # by identity of the partners
+
+    def tiers(self, prefill: Worker) -> Tiers:
+        """The partners of ``prefill``, one of :attr:`prefills`: the nearest first, those equally near together."""
+        found = self._tiers.get(prefill)
+        if found is None:
+            found = self._tiers[prefill] = self._tiers_of(prefill)
+        return found
+
+    def like(self, worker: Worker) -> Sequence[Worker]:
+        """Those of :attr:`prefills` that hand over as ``worker`` does."""
+        kind = (worker.runtime, worker.kv_connector)
+        found = self._alike.get(kind)
+        if found is None:
+            alike = tuple(prefill for prefill in self.prefills if hand_over_alike(prefill, worker))
+            found = self._alike[kind] = self.prefills if len(alike) == len(self.prefills) else alike
+        return found
+
+    def _tiers_of(self, prefill: Worker) -> Tiers:
+        partners = self._partners[self._kind(prefill)]
+        place = prefill.place if self._located else NOWHERE
+        seen = self._seen_from.get((id(partners), place))
+        if seen is None:
+            seen = self._seen_from[id(partners), place] = tiers(place, partners)
+        return seen
+
+    def _kind(self, worker: Worker) -> Kind:
+        return worker.pairing, worker.model_ids if self._any_model else None
+
+    def _by_kind(self) -> dict[Kind, Sequence[Worker]]:
+        """The partners of each kind of prefill worker; the same object for kinds that have the same."""
+        kinds = {self._kind(worker): worker for worker in self.usable_decodes}
+        groups: dict[frozenset[Kind], Sequence[Worker]] = {frozenset(kinds): self.usable_decodes, frozenset(): ()}
+        found: dict[Kind, Sequence[Worker]] = {}
+        for kind, prefill in {self._kind(worker): worker for worker in self.usable_prefills}.items():
+            fitting = frozenset(own for own, decode in kinds.items() if self._fit(prefill, decode))
+            if fitting not in groups:
+                groups[fitting] = tuple(worker for worker in self.usable_decodes if self._kind(worker) in fitting)
+            found[kind] = groups[fitting]
+        return found
+
+    def _fit(self, prefill: Worker, decode: Worker) -> bool:
+        return may_pair(prefill, decode, self.mode) and (not self._any_model or share_model(prefill, decode))

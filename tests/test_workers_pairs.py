@@ -1,0 +1,111 @@
+"""The table of who may be paired with whom."""
+
+import itertools
+
+import pytest
+from fakes import mooncake, nixl, worker
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.workers.pairing import PairingMode, may_pair, share_model
+from extproc.workers.pairs import Pairs
+from extproc.workers.worker import Role
+
+
+def pairs(*workers, mode=PairingMode.LENIENT, any_model=False):
+    sides = [tuple(w for w in workers if w.role is role) for role in (Role.PREFILL, Role.DECODE)]
+    return Pairs(*sides, mode, any_model=any_model)
+
+
+def test_where_all_fit_the_sets_are_those_that_were_given():
+    table = pairs(*nixl())
+    assert table.prefills is table.usable_prefills
+    for prefill in table.prefills:
+        assert table.tiers(prefill) == (table.usable_decodes,)
+        assert table.tiers(prefill)[0] is table.usable_decodes
+    assert table.like(table.prefills[0]) is table.prefills
+
+
+def test_workers_of_a_kind_share_their_partners():
+    fleet = [*nixl((1, 2), (11, 12)), *mooncake((3, 4), (13,)), worker(Role.PREFILL, 5)]
+    table = pairs(*fleet)
+    one, two, three, four, lonely = table.usable_prefills
+    assert table.prefills == (one, two, three, four)
+    assert lonely not in table.prefills
+    assert table.tiers(one) is table.tiers(two)
+    assert table.tiers(three)[0] == (fleet[6],)
+    assert table.like(one) == (one, two)
+    assert table.like(one) is table.like(two)
+
+
+def test_without_a_model_the_models_count():
+    fleet = [
+        worker(Role.PREFILL, 1, model_ids=("a",)),
+        worker(Role.PREFILL, 2, model_ids=("b", "c")),
+        worker(Role.PREFILL, 3, model_ids=("d",)),
+        worker(Role.DECODE, 11, model_ids=("a", "b")),
+        worker(Role.DECODE, 12, model_ids=("c",)),
+    ]
+    table = pairs(*fleet, any_model=True)
+    assert table.prefills == (fleet[0], fleet[1])
+    assert table.tiers(fleet[0]) == ((fleet[3],),)
+    assert table.tiers(fleet[1]) == ((fleet[3], fleet[4]),)
+    assert pairs(*fleet).prefills == tuple(fleet[:3])
+
+
+def test_nearness_costs_nothing_where_only_one_side_says_where_it_is():
+    table = pairs(worker(Role.PREFILL, 1, labels={"zone": "a"}), worker(Role.DECODE, 11), worker(Role.DECODE, 12))
+    assert table.tiers(table.prefills[0])[0] is table.usable_decodes
+
+
+def test_the_near_come_first_and_neighbours_share_a_table():
+    fleet = [worker(Role.PREFILL, port, labels={"zone": zone}) for port, zone in ((1, "a"), (2, "a"), (3, "c"))]
+    fleet += [worker(Role.DECODE, port, labels={"zone": zone}) for port, zone in ((11, "b"), (12, "a"), (13, "a"))]
+    table = pairs(*fleet)
+    first, neighbour, elsewhere, far, near, near_too = fleet
+    assert table.tiers(first) == ((near, near_too), (far,))
+    assert table.tiers(first) is table.tiers(neighbour)
+    assert table.tiers(elsewhere) == ((far, near, near_too),)
+
+
+def test_only_partners_are_near():
+    one, two = nixl((1,), (11,))
+    stranger = worker(Role.DECODE, 12, runtime="vllm", kv_connector="MooncakeConnector", labels={"host": "h"})
+    one.labels = two.labels = {"host": "h"}
+    for w in (one, two):
+        w.update_pairing()
+    assert pairs(one, two, stranger).tiers(one) == ((two,),)
+
+
+LABELS = st.fixed_dictionaries(
+    {},
+    optional={
+        "page_size": st.sampled_from(["1", "64"]),
+        "zone": st.sampled_from("ab"),
+        "pairing_protocol": st.just("x"),
+    },
+)
+KINDS = st.tuples(
+    st.sampled_from([Role.PREFILL, Role.DECODE]),
+    st.sampled_from([("sglang", ""), ("vllm", "NixlConnector"), ("vllm", "")]),
+    st.sampled_from([(), ("a",), ("a", "b"), ("b",)]),
+    LABELS,
+)
+
+
+@pytest.mark.parametrize("any_model", [True, False])
+@given(st.lists(KINDS, max_size=8), st.sampled_from(PairingMode))
+def test_the_table_is_what_comparing_all_pairs_would_find(any_model, kinds, mode):
+    fleet = [
+        worker(role, port, runtime=runtime, kv_connector=connector, model_ids=models, labels=labels)
+        for port, (role, (runtime, connector), models, labels) in enumerate(kinds, 1)
+    ]
+    table = pairs(*fleet, mode=mode, any_model=any_model)
+    expected = {
+        (p.id, d.id)
+        for p, d in itertools.product(table.usable_prefills, table.usable_decodes)
+        if may_pair(p, d, mode) and (not any_model or share_model(p, d))
+    }
+    found = {(p.id, d.id) for p in table.prefills for tier in table.tiers(p) for d in tier}
+    assert found == expected
+    assert {p.id for p in table.prefills} == {prefill for prefill, _ in expected}
