@@ -19,7 +19,7 @@ job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-an
 least-load-default-throughput least-load-kv-pressure-weight least-load-max-waiting-requests
 least-load-mean-prefill-tokens load-monitor-interval log-dir max-background-responses max-buffered-request-bytes
 max-concurrent-requests max-idle-secs max-tree-size mcp-config-path mm-allow-private-media-hosts
-mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model model-alias
+mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model
 model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint overlap-decay
 overload-token-usage-threshold parser pd-admission-wait-secs power-of-two-load-metric
 prefill-max-inflight-requests-per-worker prefill-queue-size prefill-queue-timeout-secs prefill-selector

@@ -102,6 +102,7 @@ class Service:
             settings.control_address,
             api_key=settings.api_key,
             request_id_headers=settings.request_id_headers,
+            model_aliases=dict(settings.model_alias),
         )
         metrics = Metrics()
         WorkerMetrics(self.registry, metrics)
@@ -357,6 +358,7 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         retry=_retry_policy(settings),
         retry_released=settings.retry_released,
         kv_missing=settings.kv_missing,
+        model_aliases=dict(settings.model_alias),
     )
 
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
 from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
+from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
@@ -162,6 +163,8 @@ class Settings(BaseModel):
         Group.POLICIES, "policy for decode workers", "NAME", "as --policy")
     ] = _from_settings_before(lambda data: data["policy"])
 
+    model_alias: Annotated[ModelAliases, Option(
+        Group.CLIENTS, "another name for a model; repeatable", "ALIAS=MODEL", "none")] = ()
     host: Annotated[IpAddress, Option(
         Group.CLIENTS, "IP address that Envoy listens on", "ADDRESS")] = "0.0.0.0"  # noqa: S104 - a gateway's job
     port: Annotated[Port, Option(

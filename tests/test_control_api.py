@@ -359,6 +359,17 @@ class TestModels:
         assert listing.json == {"object": "list", "data": [{"id": "b"} | one, {"id": "org/a"} | one]}
         assert (await api.get("/v1/models/org/a")).json == {"id": "org/a"} | one
 
+    async def test_aliases_of_what_is_served(self) -> None:
+        aliases = {"short": "org/a", "b": "org/a", "gone": "org/c"}
+        one = {"object": "model", "created": 0, "owned_by": "self_hosted"}
+        alias = one | {"alias_of": "org/a"}
+        async with running(model_aliases=aliases) as api:
+            add_ready(api.registry, P, "http://10.0.0.1:1", "b", "org/a")
+            listing = await api.get("/v1/models")
+            assert listing.json["data"] == [{"id": "org/a"} | one, {"id": "short"} | alias, {"id": "b"} | alias]
+            assert (await api.get("/v1/models/short")).json == {"id": "short"} | alias
+            assert (await api.get("/v1/models/gone")).status == 404
+
     @pytest.mark.parametrize("owner", ["vllm", "sglang"])
     async def test_what_the_worker_lists_of_it_is_kept(self, api: Api, owner: str) -> None:
         api.monitor.start()

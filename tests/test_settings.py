@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from extproc import settings as settings_module
 from extproc.logs import LogLevel
+from extproc.model_aliases import ModelAlias
 from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
 from extproc.settings import (
     GrpcTransport,
@@ -62,6 +63,7 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.disable_health_check is False
     assert settings.drain_settle_secs == 5
     assert settings.pd_pairing_mode is PairingMode.LENIENT
+    assert settings.model_alias == ()
     assert settings.retry_max_retries == 5
     assert (settings.retry_initial_backoff_ms, settings.retry_max_backoff_ms) == (50, 30000)
     assert (settings.retry_backoff_multiplier, settings.retry_jitter_factor) == (1.5, 0.2)
@@ -135,6 +137,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
     "token_reuse": ("false", "false", False),
     "pd_pairing_mode": ("strict", "strict", PairingMode.STRICT),
+    "model_alias": ("a=m; b=x=y", "{a: m, b: 'x=y'}", (ModelAlias("a", "m"), ModelAlias("b", "x=y"))),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
@@ -478,6 +481,26 @@ def test_an_unknown_key_is_named_with_the_nearest_one(yaml_file: Path) -> None:
         f"{yaml_file}: unknown key log_levle; did you mean log_level?",
         f"{yaml_file}: unknown key zzzzzzzz",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["gpt"], "'gpt': expected ALIAS=MODEL"),
+        (["=m"], "'=m': expected ALIAS=MODEL"),
+        (["a="], "'a=': expected ALIAS=MODEL"),
+        (["a=m", "a=n"], "alias a is given for both m and n"),
+        (["a=m", "m=n"], "alias a stands for m, which is an alias itself"),
+        (["a=a"], "alias a stands for a, which is an alias itself"),
+    ],
+)
+def test_an_alias_stands_for_one_model(given: list[str], problem: str) -> None:
+    (found,) = problems({"model_alias": given})
+    assert found.startswith(f"--model-alias: {problem}")
+
+
+def test_an_alias_may_be_given_twice_alike() -> None:
+    assert dict(load({"model_alias": ["a=m", "a=m"]}).model_alias) == {"a": "m"}
 
 
 @pytest.mark.parametrize("option", ["dp-aware", "service-discovery", "queue-size"])

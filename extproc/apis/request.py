@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import orjson
+
 from extproc.apis.json_object import MOST_ITEMS, JsonObject
 from extproc.apis.table import COMPLETIONS, GENERATE, RESPONSES, STORED_RESPONSES, Api
 from extproc.errors import GatewayError
@@ -112,6 +114,10 @@ class InferenceRequest(NamedTuple):
             prompts=_prompts(api, body),
             prompt_logprobs=_wants_prompt_logprobs(api, body),
         )
+
+    def renamed(self, model: str) -> InferenceRequest:
+        """The same request, which names a model, for ``model``."""
+        return self._replace(body=JsonObject(self.body.edited({"model": orjson.dumps(model)})), model=model)
 
 
 def _sampling(body: JsonObject) -> list[JsonObject]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
@@ -24,7 +24,8 @@ _LARGEST_BODY = 1 << 20  # bytes; a worker specification is some hundred
 class ControlApi:
     """Serves ``registry`` at ``address``: ``unix:/path`` or ``host:port`` (IPv6 host in brackets, port 0 for any).
 
-    ``api_key`` None leaves the API open. ``client`` asks workers for what is passed on from them.
+    ``api_key`` None leaves the API open. ``client`` asks workers for what is passed on from them. ``model_aliases`` are
+    further names of models.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ControlApi:
         *,
         api_key: str | None = None,
         request_id_headers: Sequence[str] = REQUEST_ID_HEADERS,
+        model_aliases: Mapping[str, str] | None = None,
     ) -> None:
         self._address = parse_address(address)
         self._socket: SocketFile | None = None
@@ -43,7 +45,7 @@ class ControlApi:
             middlewares=[request_id_middleware(request_id_headers), json_errors, auth_middleware(api_key)],
             client_max_size=_LARGEST_BODY,
         )
-        app.add_routes(StatusRoutes(registry, lambda: self._draining).routes())
+        app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}).routes())
         app.add_routes(WorkerRoutes(registry).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LONGEST_HANDLER)

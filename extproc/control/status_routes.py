@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from aiohttp import web
@@ -13,11 +13,12 @@ from extproc.workers.registry import Registry
 
 
 class StatusRoutes:
-    """The handlers. ``draining`` says whether the gateway is shutting down."""
+    """The handlers. ``draining`` says whether the gateway is shutting down; ``aliases`` stand for models."""
 
-    def __init__(self, registry: Registry, draining: Callable[[], bool]) -> None:
+    def __init__(self, registry: Registry, draining: Callable[[], bool], aliases: Mapping[str, str]) -> None:
         self._registry = registry
         self._draining = draining
+        self._aliases = aliases
 
     def routes(self) -> list[web.RouteDef]:
         """What to add to the application."""
@@ -42,21 +43,28 @@ class StatusRoutes:
         return reply({"status": "ready", "healthy_workers": state.usable_workers, "total_workers": state.total_workers})
 
     async def _models(self, _request: web.Request) -> web.Response:
-        models = self._registry.models()
+        models = self._served()
         if not models:
             return fault(503, "no_models_available", "No models available")
         return reply({"object": "list", "data": [self._entry(model) for model in models]})
 
     async def _model(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
-        if model not in self._registry.models():
+        if model not in self._served():
             return fault(404, "model_not_found", f"The model `{model}` does not exist")
         return reply(self._entry(model))
 
+    def _served(self) -> list[str]:
+        """Every name that a request may give: of models that workers serve, and aliases of these."""
+        models = self._registry.models()
+        own = [model for model in models if model not in self._aliases]
+        return own + [alias for alias, model in self._aliases.items() if model in models]
+
     def _entry(self, model: str) -> dict[str, object]:
         """A model as its worker lists it (``root``, ``max_model_len``, ...), but that it is this gateway's."""
-        ours = {"id": model, "object": "model", "owned_by": "self_hosted"}
-        return {"created": 0, **self._registry.listed(model), **ours}
+        alias_of = {"alias_of": self._aliases[model]} if model in self._aliases else {}
+        ours = {"id": model, "object": "model", "owned_by": "self_hosted", **alias_of}
+        return {"created": 0, **self._registry.listed(self._aliases.get(model, model)), **ours}
 
     async def _loads(self, _request: web.Request) -> web.Response:
         """What this gateway has under way per worker; the engines' own figures are not asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -40,6 +40,7 @@ class GatewayConfig:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     retry_released: bool = True  # try requests anew whose decode leg Envoy has; Envoy must be set up for it
     kv_missing: KvMissing = KvMissing.RECOMPUTE
+    model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 
 class Mortal(Protocol):

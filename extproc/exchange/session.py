@@ -285,6 +285,9 @@ class Session:
         if api.flow is Flow.KEEPER:
             return self._about_stored(head, raw)
         request = InferenceRequest.read(api, raw)
+        model = self.gateway.config.model_aliases.get(request.model or "")
+        if model is not None:
+            request = request.renamed(model)
         record = self.record
         record.model = (request.model or "")[:_LOGGED_MODEL]
         record.stream = request.stream
