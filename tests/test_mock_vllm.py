@@ -407,6 +407,19 @@ async def test_another_engine_id_fails(pair: Pair) -> None:
     assert pair.prefill.pinned
 
 
+@pytest.mark.parametrize("unlike", [{"version": "0.31.0"}, {"root": "/models/other"}])
+async def test_an_engine_that_is_configured_otherwise_is_not_fetched_from(pair: Pair, unlike: dict[str, Any]) -> None:
+    """At once, and P is told nothing."""
+    body = REQUESTS[CHAT] | {"kv_transfer_params": await pair.params()}
+    async with VllmMock("decode", **unlike) as decode:
+        assert (await ask(decode, "/version")).json == {"version": unlike.get("version", "0.32.0")}
+        assert (await ask(decode, CHAT, body)).status == 500
+        assert pair.prefill.pinned
+    async with VllmMock("decode", enforce_handshake_compat=False, **unlike) as decode:
+        assert (await ask(decode, CHAT, body)).status == 200
+        assert decode.legs[-1].kv == "transferred"
+
+
 async def test_a_late_read_is_counted(pair: Pair) -> None:
     params = await pair.params()
     for _ in range(2):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from extproc.mock.exchange import Exchange
     from extproc.mock.vllm.engine import Engine
 
-VERSION = "0.32.0"
 Handler = Callable[["Exchange"], Awaitable[None]]
 _RESPONSES = "/v1/responses/"
 
@@ -112,7 +111,7 @@ class Control:
         await exchange.reply(200, b"", None)
 
     async def _version(self, exchange: Exchange) -> None:
-        await send(exchange, Reply.json(200, {"version": VERSION}))
+        await send(exchange, Reply.json(200, {"version": self._engine.options.version}))
 
     async def _load(self, exchange: Exchange) -> None:
         await exchange.reply(200, b'{"server_load":0}')  # counted only with --enable-server-load-tracking

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from extproc.mock.recorder import Record
 
 INTERNAL_ERROR = "Internal server error"
+VERSION = "0.32.0"
 
 
 class Role(Enum):
@@ -61,6 +62,8 @@ class Options:
     load_failure_delay: float = 5.0  # until a decode gives up on a prefill that it cannot reach
     lease: float = 30.0  # how long a prefill's blocks wait for a decode
     knows_token_ids: bool = True  # kv_transfer_params.prompt_token_ids; older engines ignore the key
+    version: str = VERSION
+    enforce_handshake_compat: bool = True  # NIXL: fetch from no engine of another version or model
     stuck: bool = True  # incomplete parameters hold a request for ever, as they do in 0.32; False: it recomputes
 
 

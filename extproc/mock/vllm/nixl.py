@@ -1,8 +1,10 @@
 """NIXL's pull connector: a decode reads the blocks that a prefill names in its answer, and then tells it to free them.
 
 Nothing says whose KV cache the blocks hold: parameters of another prompt, used twice or used too late give a wrong text
-and no error (0.32, ``distributed/kv_transfer/kv_connector/v1/nixl``). Lines between the two processes (``peers``):
-``pull <number> <engine> <request> <block>`` reads and frees, ``free <number> <engine> <request>`` only frees.
+and no error (0.32, ``distributed/kv_transfer/kv_connector/v1/nixl``). What is compared at first contact is a hash of
+both engines' configurations (``metadata.py``, ``compute_nixl_compatibility_hash``); here, of version and model path.
+Lines between the two processes (``peers``): ``pull <number> <engine> <hash> <request> <block>`` reads and frees,
+``free <number> <engine> <hash> <request>`` only frees.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from extproc.mock.vllm.metrics import Metric
 from extproc.mock.vllm.peers import Listener, LoadError, Peers
 
 _BYTES = 65_536  # of each transfer
+_ANY = "any"  # the decode does not compare
+_UNLIKE = "NIXL compatibility hash mismatch."
 _REMOTE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
@@ -69,10 +73,13 @@ class Nixl(Connector):
             if self._engine.role is Role.PREFILL:
                 raise LoadError("a producer reads nothing")
             peer = await self.peers.peer(params["remote_host"], params["remote_port"])
-            content = await peer.ask("pull", params["remote_engine_id"], params["remote_request_id"], first)
-        except LoadError:
+            content = await peer.ask(
+                "pull", params["remote_engine_id"], self._wanted_hash, params["remote_request_id"], first
+            )
+        except LoadError as error:
             self._failed += 1
-            await asyncio.sleep(self._engine.options.load_failure_delay)
+            if str(error) != _UNLIKE:
+                await asyncio.sleep(self._engine.options.load_failure_delay)
             raise
         self._read += 1
         return content
@@ -124,15 +131,27 @@ class Nixl(Connector):
             "transfer_mode": "pull",
         }
 
+    @property
+    def _hash(self) -> str:
+        options = self._engine.options
+        return f"{options.version} {options.root or options.model}"
+
+    @property
+    def _wanted_hash(self) -> str:
+        return self._hash if self._engine.options.enforce_handshake_compat else _ANY
+
     async def _free(self, params: dict[str, Any]) -> None:
         try:
             peer = await self.peers.peer(params["remote_host"], params["remote_port"])
-            await peer.ask("free", params["remote_engine_id"], params["remote_request_id"])
+            await peer.ask("free", params["remote_engine_id"], self._wanted_hash, params["remote_request_id"])
         except LoadError:
             return  # its lease will end
 
     def _hear(self, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
-        engine_id, request, *block = arguments
+        engine_id, wanted, request, *block = arguments
+        if wanted not in (_ANY, self._hash):
+            peer.send(f"fail {number} {_UNLIKE}")
+            return
         if engine_id != self.engine_id:
             peer.send(f"fail {number} engine id mismatch")
             return
