@@ -113,6 +113,8 @@ class Scenario:
                     and worker.endpoint is not None
                     and (model is None or not worker.model_ids or model in worker.model_ids)
                 ]
+                pairs = self.registry.pairs(model)
+                assert usable in (pairs.usable_prefills, pairs.usable_decodes)
                 addresses = [worker.endpoint for worker in usable]
                 assert len(set(addresses)) == len(addresses)
                 if not self.envoy.refusal:  # after a refusal nobody knows what Envoy has; those it had stay usable

@@ -111,6 +111,14 @@ CASES: dict[str, tuple[str, Body]] = {
 }
 
 
+async def test_both_tell_how_their_cache_is_laid_out(gateway: str, client: aiohttp.ClientSession) -> None:
+    async with client.get(f"{gateway}/workers") as answer:
+        workers = (await answer.json())["workers"]
+    assert [worker["pd_pairing"] for worker in workers] == [
+        "sglang/mooncake/dtype=auto,page=1,attn=torch_native,model=float32"
+    ] * 2
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_answers_as_one_server(name: str, gateway: str, engines: Engines, client: aiohttp.ClientSession) -> None:
     path, body = CASES[name]

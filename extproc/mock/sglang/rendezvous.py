@@ -8,7 +8,7 @@ The prefill listens on its bootstrap port. A decode opens one connection per pre
 What happens when a leg is missing, late, doubled or aborted is what was seen on 0.5.23; above all: a prefill that gives
 up tells nobody, and its decode waits on. The digest tells the prompts of the two legs apart: the engine does not check
 and writes nonsense, the mock fails both. A prefill whose cache is laid out otherwise is noticed at the first contact,
-and is the decode's end (read in 0.5.23, ``disaggregation/common/conn.py``, ``try_ensure_parallel_info``). ``GET
+and is the decode's end (``disaggregation/common/conn.py``, ``try_ensure_parallel_info``). ``GET
 /health`` on the port is answered like the engine's bootstrap server.
 """
 
