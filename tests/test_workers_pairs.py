@@ -53,6 +53,26 @@ def test_without_a_model_the_models_count():
     assert pairs(*fleet).prefills == tuple(fleet[:3])
 
 
+def test_who_is_alone_is_told_why():
+    fleet = [
+        *nixl((1,), (11,)),
+        worker(Role.PREFILL, 2),
+        *mooncake((), (12, 13)),
+        worker(Role.DECODE, 14, runtime="vllm", model_ids=("other",)),
+    ]
+    one, its, alone, other, other_too, elsewhere = fleet
+    table = pairs(*fleet, any_model=True)
+    assert table.why_alone(one) == table.why_alone(its) == ""
+    assert table.why_alone(alone) == (
+        'no usable decode worker fits (mismatch on ["runtime"]; '
+        'prefill: ["sglang/?/?"], decode: ["vllm/nixl/?", "vllm/mooncake/?"])'
+    )
+    assert table.why_alone(other).startswith("no usable prefill worker fits")
+    assert table.why_alone(other) is table.why_alone(other_too)
+    assert table.why_alone(elsewhere) == "no usable prefill worker fits (none has a model in common)"
+    assert pairs(alone, any_model=True).why_alone(alone) == ""  # there is nobody at all
+
+
 def test_nearness_costs_nothing_where_only_one_side_says_where_it_is():
     table = pairs(worker(Role.PREFILL, 1, labels={"zone": "a"}), worker(Role.DECODE, 11), worker(Role.DECODE, 12))
     assert table.tiers(table.prefills[0])[0] is table.usable_decodes
@@ -109,3 +129,6 @@ def test_the_table_is_what_comparing_all_pairs_would_find(any_model, kinds, mode
     found = {(p.id, d.id) for p in table.prefills for tier in table.tiers(p) for d in tier}
     assert found == expected
     assert {p.id for p in table.prefills} == {prefill for prefill, _ in expected}
+    partnered = {w for pair in expected for w in pair}
+    for side, others in ((table.usable_prefills, table.usable_decodes), (table.usable_decodes, table.usable_prefills)):
+        assert {w.id for w in side if table.why_alone(w)} == ({w.id for w in side} - partnered if others else set())

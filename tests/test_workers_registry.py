@@ -107,6 +107,18 @@ class TestUsable:
             registry.pairs(f"made-up-{number}")
         assert len(registry._pairs) == 2
 
+    async def test_who_has_no_partner_says_why(self, registry: Registry) -> None:
+        prefill = add_ready(registry, P, "http://10.0.0.1:8000", "m")
+        decode = add_ready(registry, D, "http://10.0.0.2:8000", "m")
+        assert registry.trouble(decode) == "Envoy has not acknowledged its endpoint"
+        await until(registry, lambda: prefill.usable and decode.usable)
+        assert registry.trouble(prefill) == registry.trouble(decode) == ""
+        registry.describe(decode, Metadata(model_ids=("other",)))
+        registry.set_status(decode, Status.READY, "its clock is slow")
+        alone = "no usable prefill worker fits (none has a model in common)"
+        assert registry.trouble(decode) == f"its clock is slow; {alone}"
+        assert registry.trouble(prefill) == alone.replace("prefill", "decode")
+
     async def test_selects_by_role_and_model(self, registry: Registry) -> None:
         a = add_ready(registry, P, "http://10.0.0.1:8000", "a")
         ab = add_ready(registry, P, "http://10.0.0.2:8000", "a", "b")

@@ -93,6 +93,12 @@ def of_one_model(prefills: Iterable[Worker], decodes: Iterable[Worker]) -> list[
 
 def why_none(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str:
     """Why none of ``pairs`` may be, in the peer's words; empty when one may, or there are none."""
+    found = difference(pairs, mode)
+    return f"No prefill/decode pair shares a KV transfer protocol ({found})" if found else ""
+
+
+def difference(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str:
+    """In what ``pairs`` do not fit, and the keys of both sides; empty when one fits, or there are none."""
     found = [mismatch(prefill.pairing, decode.pairing, mode) for prefill, decode in pairs]
     if not all(found) or not found:
         return ""
@@ -104,7 +110,7 @@ def why_none(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str:
         if part in parts:
             values = [_listed(getattr(pairing, part) or UNKNOWN for pairing in side) for side in sides]
             message += f"; {part}: {values[0]} and {values[1]}"
-    return f"No prefill/decode pair shares a KV transfer protocol ({message})"
+    return message
 
 
 def _fit(part: str, one: str, other: str, *, strict: bool) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from extproc.workers.pairing import PairingMode, hand_over_alike, may_pair, share_model
+from extproc.workers.pairing import PairingMode, difference, hand_over_alike, may_pair, of_one_model, share_model
 from extproc.workers.topology import NOWHERE, Place, tiers
-from extproc.workers.worker import Worker
+from extproc.workers.worker import Role, Worker
 
 Kind: TypeAlias = tuple[object, object]
 Tiers: TypeAlias = tuple[Sequence[Worker], ...]
@@ -41,9 +41,11 @@ class Pairs:
         self.usable_decodes = decodes
         self._any_model = any_model
         self._located = any(w.place is not NOWHERE for w in prefills) and any(w.place is not NOWHERE for w in decodes)
+        self._paired: dict[Role, set[Kind]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self._partners = self._by_kind()
         fit = tuple(worker for worker in prefills if self._partners[self._kind(worker)])
         self.prefills: Sequence[Worker] = prefills if len(fit) == len(prefills) else fit
+        self._alone: dict[tuple[Role, Kind], str] = {}
         self._alike: dict[tuple[str, str], Sequence[Worker]] = {}
         self._tiers: dict[Worker, Tiers] = {}
         self._seen_from: dict[tuple[int, Place], Tiers] = {}  # by identity of the partners
@@ -63,6 +65,19 @@ class Pairs:
             alike = tuple(prefill for prefill in self.prefills if hand_over_alike(prefill, worker))
             found = self._alike[kind] = self.prefills if len(alike) == len(self.prefills) else alike
         return found
+
+    def why_alone(self, worker: Worker) -> str:
+        """Why ``worker``, one of the usable, has no partner; empty when it has, or when there is nobody to be one."""
+        role, kind = worker.role, self._kind(worker)
+        others = self.usable_decodes if role is Role.PREFILL else self.usable_prefills
+        if not others or role not in self._paired or kind in self._paired[role]:
+            return ""
+        why = self._alone.get((role, kind))
+        if why is None:
+            pairs = of_one_model([worker], others) if role is Role.PREFILL else of_one_model(others, [worker])
+            reason = difference(pairs, self.mode) or "none has a model in common"
+            why = self._alone[role, kind] = f"no usable {others[0].role.value} worker fits ({reason})"
+        return why
 
     def _tiers_of(self, prefill: Worker) -> Tiers:
         partners = self._partners[self._kind(prefill)]
@@ -85,6 +100,9 @@ class Pairs:
             if fitting not in groups:
                 groups[fitting] = tuple(worker for worker in self.usable_decodes if self._kind(worker) in fitting)
             found[kind] = groups[fitting]
+            if fitting:
+                self._paired[Role.PREFILL].add(kind)
+                self._paired[Role.DECODE] |= fitting
         return found
 
     def _fit(self, prefill: Worker, decode: Worker) -> bool:

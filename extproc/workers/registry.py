@@ -142,7 +142,9 @@ class Registry:
 
     def trouble(self, worker: Worker) -> str:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
-        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
+        if worker.usable:
+            return "; ".join(filter(None, (worker.reason, self.pairs(None).why_alone(worker))))
+        if worker.reason or worker.status is not Status.READY:
             return worker.reason
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
