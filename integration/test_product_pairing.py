@@ -101,17 +101,12 @@ async def test_the_mode_is_obeyed(mode):
 
 
 async def test_strictly_vllms_layout_must_be_registered():
-    labels = {
-        "kv_cache_dtype": "auto",
-        "block_size": "16",
-        "attention_backend": "FLASH_ATTN",
-        "model_dtype": "bfloat16",
-    }
+    labels = {"attention_backend": "FLASH_ATTN", "model_dtype": "half"}
     async with VllmProduct(1, 1, pd_pairing_mode="strict") as product:
         answer = await product.post(PATH, CHAT)
         assert (answer.status, answer.code) == (503, "no_compatible_pd_pair")
-        parts = '["kv_cache_dtype", "page_size", "attention_backend", "model_dtype"]'
-        assert f'mismatch on {parts}; prefill: ["vllm/nixl/?"]' in answer.json["error"]["message"]
+        parts = '["attention_backend", "model_dtype"]'
+        assert f'mismatch on {parts}; prefill: ["vllm/nixl/dtype=auto,page=16"]' in answer.json["error"]["message"]
         for mock in product.mocks:
             await product.remove(mock)
             await product.add(mock, labels=labels)
@@ -151,6 +146,27 @@ async def test_a_rolling_upgrade_with_nixl():
             assert prefill.engine.options.version == decode.engine.options.version
             assert decode.legs[-1].kv == "transferred"
         assert all(mock.legs for mock in mocks.values())
+
+
+async def test_vllms_block_sizes_are_asked_for_and_may_be_taken_back():
+    """With two of them a NIXL decode was seen answering nonsense, on a CPU."""
+    async with VllmProduct(1, 0, wait=False) as product, VllmMock("decode", model="tiny", block_size=32) as decode:
+        await product.add(decode)
+        await product.ready()
+        answer = await product.post(PATH, CHAT)
+        assert (answer.status, answer.code) == (503, "no_compatible_pd_pair")
+        assert 'mismatch on ["page_size"]' in answer.json["error"]["message"]
+        workers = (await product.client.get("/workers")).json["workers"]
+        assert {worker["pd_pairing"] for worker in workers} == {
+            "vllm/nixl/dtype=auto,page=16",
+            "vllm/nixl/dtype=auto,page=32",
+        }
+        assert all("fits (mismatch on" in worker["status_reason"] for worker in workers)
+        await product.remove(decode)
+        await product.add(decode, labels={"block_size": ""})
+        await product.ready()
+        assert (await product.post(PATH, CHAT)).status == 200
+        await product.remove(decode)
 
 
 async def test_near_decodes_serve_and_far_ones_help():

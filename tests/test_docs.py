@@ -54,7 +54,7 @@ GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
 OTHERS_OPTIONS = {
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
-    *("--prefill-attention-backend", "--decode-attention-backend"),
+    *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
 }
 

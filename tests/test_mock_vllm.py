@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.mock import Fault, Outcome, Point, VllmMock
+from extproc.workers.vllm_cache import layout_of
 from tests.mock_client import Answer, Call, ask, dialling
 
 CHAT = "/v1/chat/completions"
@@ -407,7 +408,7 @@ async def test_another_engine_id_fails(pair: Pair) -> None:
     assert pair.prefill.pinned
 
 
-@pytest.mark.parametrize("unlike", [{"version": "0.31.0"}, {"root": "/models/other"}])
+@pytest.mark.parametrize("unlike", [{"version": "0.31.0"}, {"root": "/models/other"}, {"cache_dtype": "fp8"}])
 async def test_an_engine_that_is_configured_otherwise_is_not_fetched_from(pair: Pair, unlike: dict[str, Any]) -> None:
     """At once, and P is told nothing."""
     body = REQUESTS[CHAT] | {"kv_transfer_params": await pair.params()}
@@ -418,6 +419,15 @@ async def test_an_engine_that_is_configured_otherwise_is_not_fetched_from(pair: 
     async with VllmMock("decode", enforce_handshake_compat=False, **unlike) as decode:
         assert (await ask(decode, CHAT, body)).status == 200
         assert decode.legs[-1].kv == "transferred"
+
+
+async def test_with_another_block_size_the_text_is_wrong(pair: Pair) -> None:
+    body = REQUESTS[CHAT] | {"kv_transfer_params": await pair.params()}
+    async with VllmMock("decode", block_size=32) as decode:
+        assert (await ask(decode, CHAT, body)).status == 200
+        assert decode.legs[-1].kv == "foreign"
+        metrics = (await ask(decode, "/metrics")).body
+    assert layout_of(metrics) == {"block_size": "32", "kv_cache_dtype": "auto"}
 
 
 async def test_a_late_read_is_counted(pair: Pair) -> None:

@@ -68,7 +68,7 @@ class TestVllm:
             assert f.registry.trouble(worker) == trouble
             assert trouble in caplog.text
             assert worker.pairing.key == "vllm/?/?"
-            assert [path for path, _ in server.requests] == ["/health", "/v1/models", "/version"]
+            assert [path for path, _ in server.requests] == ["/health", "/v1/models", "/version", "/metrics"]
 
     async def test_of_a_connector_that_nobody_knows_that_is_said(self) -> None:
         async with engine(owner="vllm") as server, fleet() as f:

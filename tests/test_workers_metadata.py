@@ -173,14 +173,44 @@ async def test_a_vllm_worker_is_described_as_the_peer_does() -> None:
         runtime="vllm",
         listed=tuple(VLLM_MODELS["data"]),
     )
-    assert site.asked == ["/v1/models", "/version"]
+    assert site.asked == ["/v1/models", "/version", "/metrics"]
+
+
+# A line of 0.32's, shortened, and what is around it.
+METRICS = b"""\
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{_block_size_resolved="True",block_size="32",cache_dtype="auto",engine="%b",mamba_block_size=""} 1
+vllm:num_requests_running{engine="0",model_name="tiny"} 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (METRICS % b"0", {"block_size": "32", "kv_cache_dtype": "auto"}),
+        (METRICS % b"0" + METRICS % b"1", {"block_size": "32", "kv_cache_dtype": "auto"}),
+        (METRICS % b"0" + (METRICS % b"1").replace(b'"32"', b'"64"'), {"kv_cache_dtype": "auto"}),
+        ((METRICS % b"0").replace(b'"32"', b'"None"').replace(b'"auto"', b'""'), {}),
+        (b"vllm:num_requests_running 0.0\n", {}),
+        (b"\xff\x00 nonsense", {}),
+        (Answer(404, "", METRICS % b"0"), {}),
+        (NoAnswerError("GET /metrics: nothing came"), {}),
+    ],
+)
+async def test_vllms_metrics_tell_how_its_cache_is_laid_out(metrics: Any, expected: dict[str, str]) -> None:
+    """And where they do not, the worker is described all the same."""
+    page = Answer(200, "text/plain", metrics) if isinstance(metrics, bytes) else metrics
+    site = Site({"/v1/models": VLLM_MODELS, "/version": {"version": "0.32.0"}, "/metrics": page})
+    labels = dict((await read_metadata(site)).labels)
+    assert labels.pop("version") == "0.32.0"
+    assert {name: value for name, value in labels.items() if name in ("block_size", "kv_cache_dtype")} == expected
 
 
 async def test_a_vllm_worker_is_never_asked_sglangs_questions() -> None:
     for runtime in (None, "vllm"):
         site = Site({"/v1/models": VLLM_MODELS})
         assert (await read_metadata(site, runtime)).runtime == "vllm"
-        assert site.asked == ["/v1/models", "/version"]
+        assert site.asked == ["/v1/models", "/version", "/metrics"]
     assert (await read_metadata(Site({"/v1/models": VLLM_MODELS}), "sglang")).runtime == "sglang"
 
 

@@ -1,7 +1,8 @@
 """What a worker says of itself: models, engine settings, and whether it is the kind of worker it is registered as.
 
 SGLang: ``/v1/models``, ``/server_info`` and ``/model_info``; in older versions the latter two begin with ``get_``.
-vLLM: ``/v1/models`` and ``/version``. The labels are those the peer shows for such a worker.
+vLLM: ``/v1/models``, ``/version`` and, of its KV cache, ``/metrics``. The labels are those the peer shows for such a
+worker, and what :mod:`extproc.workers.pairing_key` wants to know.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import orjson
 
+from extproc.workers import vllm_cache
 from extproc.workers.client import Answer, NoAnswerError
 from extproc.workers.worker import Role
 
@@ -85,7 +87,7 @@ async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
     if runtime != "sglang":
         version = await _ask_json(ask, "/version")
         if runtime is not None or isinstance(version.get("version"), str):
-            return _of_vllm(models, version)
+            return _of_vllm(models, version, await _cache_of_vllm(ask))
     server = await _ask_json(ask, "/server_info", "/get_server_info")
     model = await _ask_json(ask, "/model_info", "/get_model_info")
     return _assemble(models, server, model, runtime or ("sglang" if server else None))
@@ -142,14 +144,25 @@ def _owner(models: Sequence[Mapping[str, object]]) -> str | None:
     return None
 
 
-def _of_vllm(models: Sequence[Mapping[str, object]], version: Mapping[str, object]) -> Metadata:
+async def _cache_of_vllm(ask: Ask) -> Mapping[str, str]:
+    """Labels of its KV cache's layout. What cannot be had is not known; the worker is none the worse for it."""
+    try:
+        answer = await ask(vllm_cache.PATH)
+    except NoAnswerError:
+        return {}
+    return vllm_cache.layout_of(answer.body) if answer.ok else {}
+
+
+def _of_vllm(
+    models: Sequence[Mapping[str, object]], version: Mapping[str, object], cache: Mapping[str, str]
+) -> Metadata:
     """The first model listed is the base model; LoRA adapters follow it."""
     first = models[0] if models else {}
     said = {"served_model_name": first.get("id"), "model_path": first.get("root"), "version": version.get("version")}
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in models)),
         cards=tuple(_card(entry, {"is_generation": True}) for entry in models),
-        labels=_labels(said, tuple(said)) | _labels(first, ("max_model_len",)),
+        labels={**_labels(said, tuple(said)), **_labels(first, ("max_model_len",)), **cache},
         runtime="vllm",
         listed=tuple(models),
     )

@@ -1,7 +1,7 @@
 """What is known of how a worker hands KV cache over, and how that is written: ``runtime/transport/layout``.
 
 The parts, the labels they are read from and the text are the peer's (smg 1.13). Where the facts come from: SGLang tells
-its own in ``/server_info``, vLLM none over HTTP but its version and its model's path, so that labels of the
+its own in ``/server_info``; vLLM its version, its model's path, block size and cache type, and labels of the
 registration must say the rest.
 """
 

@@ -63,6 +63,7 @@ class Options:
     lease: float = 30.0  # how long a prefill's blocks wait for a decode
     knows_token_ids: bool = True  # kv_transfer_params.prompt_token_ids; older engines ignore the key
     version: str = VERSION
+    cache_dtype: str = "auto"
     enforce_handshake_compat: bool = True  # NIXL: fetch from no engine of another version or model
     stuck: bool = True  # incomplete parameters hold a request for ever, as they do in 0.32; False: it recomputes
 

@@ -35,6 +35,9 @@ def text(engine: Engine) -> bytes:
         Metric("prompt_tokens_total", "counter", totals.prompt),
         Metric("generation_tokens_total", "counter", totals.generated),
     ]
+    options = engine.options
+    layout = f',block_size="{options.block_size}",cache_dtype="{options.cache_dtype}"'
+    found.append(Metric("cache_config_info", "gauge", 1, layout))
     for reason, count in totals.ends.items():
         found.append(Metric("request_success_total", "counter", count, f',finished_reason="{reason}"'))
     if engine.connector is not None:

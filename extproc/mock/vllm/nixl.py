@@ -2,9 +2,10 @@
 
 Nothing says whose KV cache the blocks hold: parameters of another prompt, used twice or used too late give a wrong text
 and no error (0.32, ``distributed/kv_transfer/kv_connector/v1/nixl``). What is compared at first contact is a hash of
-both engines' configurations (``metadata.py``, ``compute_nixl_compatibility_hash``); here, of version and model path.
-Lines between the two processes (``peers``): ``pull <number> <engine> <hash> <request> <block>`` reads and frees,
-``free <number> <engine> <hash> <request>`` only frees.
+both engines' configurations (``metadata.py``, ``compute_nixl_compatibility_hash``); here, of version, model path and
+cache type. With two block sizes the text was wrong on a CPU. Lines between the two processes (``peers``): ``pull
+<number> <engine> <hash> <request> <block> <block size>`` reads and frees, ``free <number> <engine> <hash> <request>``
+only frees.
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ class Nixl(Connector):
                 raise LoadError("a producer reads nothing")
             peer = await self.peers.peer(params["remote_host"], params["remote_port"])
             content = await peer.ask(
-                "pull", params["remote_engine_id"], self._wanted_hash, params["remote_request_id"], first
+                "pull",
+                params["remote_engine_id"],
+                self._wanted_hash,
+                params["remote_request_id"],
+                first,
+                self._engine.options.block_size,
             )
         except LoadError as error:
             self._failed += 1
@@ -134,7 +140,7 @@ class Nixl(Connector):
     @property
     def _hash(self) -> str:
         options = self._engine.options
-        return f"{options.version} {options.root or options.model}"
+        return f"{options.version} {options.root or options.model} {options.cache_dtype}"
 
     @property
     def _wanted_hash(self) -> str:
@@ -155,7 +161,8 @@ class Nixl(Connector):
         if engine_id != self.engine_id:
             peer.send(f"fail {number} engine id mismatch")
             return
-        content = self._engine.blocks.content(int(block[0])) if word == "pull" else 0
+        alike = block[1:] == [str(self._engine.options.block_size)]
+        content = self._engine.blocks.content(int(block[0])) if word == "pull" and alike else 0
         if not self._engine.pins.release(request):
             self._late += 1
         peer.send(f"kv {number} {content}")
