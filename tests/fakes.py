@@ -65,6 +65,12 @@ class FakeFleet:
     def usable(self, role, model):
         return tuple(w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids))
 
+    def __len__(self):
+        return len(self.workers)
+
+    def knows_model(self, model):
+        return any(model in w.model_ids for w in self.workers)
+
     def pairs(self, model):
         """As the registry does: made anew only when something has changed, which here nobody tells."""
         sides = tuple(self.usable(role, model) for role in (Role.PREFILL, Role.DECODE))
@@ -73,12 +79,6 @@ class FakeFleet:
         if known is None or known[:2] != (sides, needs):
             known = self._known[model] = (sides, needs, Pairs(*sides, self.mode, any_model=model is None))
         return known[2]
-
-    def __len__(self):
-        return len(self.workers)
-
-    def knows_model(self, model):
-        return any(model in w.model_ids for w in self.workers)
 
 
 @dataclass

@@ -71,6 +71,7 @@ def test_who_is_alone_is_told_why():
     assert table.why_alone(other) is table.why_alone(other_too)
     assert table.why_alone(elsewhere) == "no usable prefill worker fits (none has a model in common)"
     assert pairs(alone, any_model=True).why_alone(alone) == ""  # there is nobody at all
+    assert pairs(its, any_model=True).why_alone(one) == ""  # which is no fault of its kind
 
 
 def test_nearness_costs_nothing_where_only_one_side_says_where_it_is():

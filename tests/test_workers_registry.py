@@ -107,6 +107,17 @@ class TestUsable:
             registry.pairs(f"made-up-{number}")
         assert len(registry._pairs) == 2
 
+    async def test_a_decode_that_compares_nothing_is_paired_across_versions(self, registry: Registry) -> None:
+        """As its ``kv_transfer_config`` says, and the other one's does not."""
+        kvs = {P: KvConfig(NIXL), D: KvConfig(NIXL, enforces_handshake=False)}
+        workers = [registry.add(spec(role, f"http://10.0.0.{role is P:d}:1", kv=kv)) for role, kv in kvs.items()]
+        for worker, version in zip(workers, ("0.31.0", "0.32.0"), strict=True):
+            registry.describe(worker, Metadata(labels={"version": version}, runtime="vllm"))
+            registry.place(worker, worker.url.host)
+            registry.set_status(worker, Status.READY)
+        await until(registry, lambda: all(worker.usable for worker in workers))
+        assert registry.pairs(None).prefills == (workers[0],)
+
     async def test_who_has_no_partner_says_why(self, registry: Registry) -> None:
         prefill = add_ready(registry, P, "http://10.0.0.1:8000", "m")
         decode = add_ready(registry, D, "http://10.0.0.2:8000", "m")

@@ -38,11 +38,11 @@ class Fleet(Protocol):
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """The workers of ``role`` that may be given a request for ``model`` now."""
 
-    def pairs(self, model: str | None) -> Pairs:
-        """Which of them may be paired; the same object until something changes."""
-
     def __len__(self) -> int:
         """How many workers are registered."""
+
+    def pairs(self, model: str | None) -> Pairs:
+        """Which usable workers may be paired for ``model``; the same object until something changes."""
 
     def knows_model(self, model: str) -> bool:
         """Whether any registered worker, in whatever state, serves ``model``."""

@@ -67,7 +67,7 @@ class Pairs:
         return found
 
     def why_alone(self, worker: Worker) -> str:
-        """Why ``worker``, one of the usable, has no partner; empty when it has, or when there is nobody to be one."""
+        """Why ``worker``, usable or not, has no partner; empty when it has, or when there is nobody to be one."""
         role, kind = worker.role, self._kind(worker)
         others = self.usable_decodes if role is Role.PREFILL else self.usable_prefills
         if not others or role not in self._paired or kind in self._paired[role]:
@@ -75,8 +75,9 @@ class Pairs:
         why = self._alone.get((role, kind))
         if why is None:
             pairs = of_one_model([worker], others) if role is Role.PREFILL else of_one_model(others, [worker])
-            reason = difference(pairs, self.mode) or "none has a model in common"
-            why = self._alone[role, kind] = f"no usable {others[0].role.value} worker fits ({reason})"
+            reason = difference(pairs, self.mode) if pairs else "none has a model in common"
+            why = f"no usable {others[0].role.value} worker fits ({reason})" if reason else ""
+            self._alone[role, kind] = why
         return why
 
     def _tiers_of(self, prefill: Worker) -> Tiers:

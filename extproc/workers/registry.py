@@ -192,7 +192,6 @@ class Registry:
             cards=spec.cards,
             kv_connector=spec.kv.connector,
             kv_role=spec.kv.role,
-            enforces_handshake=spec.kv.enforces_handshake,
         )
         # Only vLLM has connectors.
         worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
@@ -247,6 +246,7 @@ class Registry:
         spec = record.spec
         worker.labels = {**found.labels, **spec.labels}
         worker.runtime = spec.runtime or found.runtime or worker.runtime
+        worker.enforces_handshake = spec.kv.enforces_handshake
         worker.takes_token_ids = found.takes_token_ids
         worker.listed = found.listed
         if not spec.cards:
