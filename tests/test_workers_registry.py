@@ -118,6 +118,21 @@ class TestUsable:
         await until(registry, lambda: all(worker.usable for worker in workers))
         assert registry.pairs(None).prefills == (workers[0],)
 
+    @pytest.mark.parametrize(
+        ("connector", "paired"), [(NIXL, False), (MOONCAKE, False), ("LMCacheConnectorV1", True), ("", True)]
+    )
+    async def test_what_vllm_tells_of_its_blocks_counts_where_they_are_moved(
+        self, registry: Registry, connector: str, *, paired: bool
+    ) -> None:
+        """A decode that computes the prompt itself, or has a store's cache, has blocks of its own."""
+        workers = [registry.add(spec(role, "http://10.0.0.1:1", kv=KvConfig(connector))) for role in (P, D)]
+        for worker, size in zip(workers, ("16", "32"), strict=True):
+            registry.describe(worker, Metadata(runtime="vllm", layout={"block_size": size}))
+            registry.place(worker, worker.url.host)
+            registry.set_status(worker, Status.READY)
+        await until(registry, lambda: all(worker.usable for worker in workers))
+        assert bool(registry.pairs(None).prefills) is paired
+
     async def test_who_has_no_partner_says_why(self, registry: Registry) -> None:
         prefill = add_ready(registry, P, "http://10.0.0.1:8000", "m")
         decode = add_ready(registry, D, "http://10.0.0.2:8000", "m")

@@ -69,6 +69,8 @@ class Metadata:
     model_ids: tuple[str, ...] = ()
     cards: tuple[Mapping[str, object], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    # More labels, of how vLLM's KV cache is laid out: they matter where its connector moves blocks as they are.
+    layout: Mapping[str, str] = field(default_factory=dict)
     runtime: str | None = None
     disaggregation_mode: str | None = None
     bootstrap_port: int | None = None
@@ -87,7 +89,7 @@ async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
     if runtime != "sglang":
         version = await _ask_json(ask, "/version")
         if runtime is not None or isinstance(version.get("version"), str):
-            return _of_vllm(models, version, await _cache_of_vllm(ask))
+            return _of_vllm(models, version, await _layout_of_vllm(ask))
     server = await _ask_json(ask, "/server_info", "/get_server_info")
     model = await _ask_json(ask, "/model_info", "/get_model_info")
     return _assemble(models, server, model, runtime or ("sglang" if server else None))
@@ -144,7 +146,7 @@ def _owner(models: Sequence[Mapping[str, object]]) -> str | None:
     return None
 
 
-async def _cache_of_vllm(ask: Ask) -> Mapping[str, str]:
+async def _layout_of_vllm(ask: Ask) -> Mapping[str, str]:
     """Labels of its KV cache's layout. What cannot be had is not known; the worker is none the worse for it."""
     try:
         answer = await ask(vllm_cache.PATH)
@@ -154,7 +156,7 @@ async def _cache_of_vllm(ask: Ask) -> Mapping[str, str]:
 
 
 def _of_vllm(
-    models: Sequence[Mapping[str, object]], version: Mapping[str, object], cache: Mapping[str, str]
+    models: Sequence[Mapping[str, object]], version: Mapping[str, object], layout: Mapping[str, str]
 ) -> Metadata:
     """The first model listed is the base model; LoRA adapters follow it."""
     first = models[0] if models else {}
@@ -162,7 +164,8 @@ def _of_vllm(
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in models)),
         cards=tuple(_card(entry, {"is_generation": True}) for entry in models),
-        labels={**_labels(said, tuple(said)), **_labels(first, ("max_model_len",)), **cache},
+        labels=_labels(said, tuple(said)) | _labels(first, ("max_model_len",)),
+        layout=layout,
         runtime="vllm",
         listed=tuple(models),
     )

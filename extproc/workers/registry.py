@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from extproc.workers.addresses import Addresses
+from extproc.workers.connectors import BY_FIELDS
 from extproc.workers.identity import new_worker_id
 from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
@@ -244,7 +245,8 @@ class Registry:
         if record is None:
             return
         spec = record.spec
-        worker.labels = {**found.labels, **spec.labels}
+        layout = found.layout if worker.kv_connector in BY_FIELDS else {}
+        worker.labels = {**found.labels, **layout, **spec.labels}
         worker.runtime = spec.runtime or found.runtime or worker.runtime
         worker.enforces_handshake = spec.kv.enforces_handshake
         worker.takes_token_ids = found.takes_token_ids
