@@ -106,6 +106,10 @@ class Registry:
         found = index.by_model.get(model)
         return index.any_model if found is None else found
 
+    def knows_model(self, model: str) -> bool:
+        """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
+        return model in self._known() or any(not record.worker.model_ids for record in self._records.values())
+
     def pairs(self, model: str | None) -> Pairs:
         """Which usable workers may be paired for ``model``, None for any; the same object until something changes."""
         prefills, decodes = self.usable(Role.PREFILL, model), self.usable(Role.DECODE, model)
@@ -114,10 +118,6 @@ class Registry:
         if found is None:
             found = self._pairs[key] = Pairs(prefills, decodes, self.pairing, any_model=model is None)
         return found
-
-    def knows_model(self, model: str) -> bool:
-        """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
-        return model in self._known() or any(not record.worker.model_ids for record in self._records.values())
 
     # -- what the control API asks --------------------------------------------------------------------------------
 
