@@ -61,6 +61,8 @@ class Options:
     load_failure_delay: float = 5.0  # until a decode gives up on a prefill that it cannot reach
     lease: float = 30.0  # how long a prefill's blocks wait for a decode
     knows_token_ids: bool = True  # kv_transfer_params.prompt_token_ids; older engines ignore the key
+    dev_mode: bool = False  # VLLM_SERVER_DEV_MODE
+    profiler: bool = False  # --profiler-config
     stuck: bool = True  # incomplete parameters hold a request for ever, as they do in 0.32; False: it recomputes
 
 
