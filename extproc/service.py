@@ -21,8 +21,10 @@ import uvloop
 
 from extproc import run_dir
 from extproc.control.api import ControlApi
+from extproc.control.auth import Access
 from extproc.control.metrics import Metrics
 from extproc.control.metrics_server import MetricsServer
+from extproc.control.trial_routes import Trial as TrialResult
 from extproc.control.worker_metrics import WorkerMetrics
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
@@ -31,7 +33,9 @@ from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
+from extproc.exchange.record import Record
 from extproc.exchange.session import Session
+from extproc.exchange.trial import Trial
 from extproc.handoff.table import Handoffs
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.policies.placement import Placer
@@ -98,8 +102,9 @@ class Service:
             self.registry,
             self._client,
             settings.control_address,
-            api_key=settings.api_key,
+            access=Access(settings.api_key, settings.control_plane_api_keys, open=settings.control_plane_open),
             request_id_headers=settings.request_id_headers,
+            try_pair=self._try_pair,
         )
         metrics = Metrics()
         WorkerMetrics(self.registry, metrics)
@@ -193,10 +198,48 @@ class Service:
         stack.push_async_callback(self._monitor.stop)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
-        if settings.api_key is None and not ipaddress.ip_address(settings.host).is_loopback:
-            _log.warning("no --api-key: whoever reaches %s can register workers and send requests", settings.host)
+        self._warn_of_openness()
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _warn_of_openness(self) -> None:
+        settings = self._settings
+        if settings.api_key is None and not settings.control_plane_api_keys:
+            who = "whoever reaches it" if settings.control_plane_open else "whoever is on this machine"
+            _log.warning(
+                "THE CONTROL API IS OPEN: %s can register workers and see every request; set --api-key or "
+                "--control-plane-api-keys",
+                who,
+            )
+        if settings.api_key is None and not ipaddress.ip_address(settings.host).is_loopback:
+            _log.warning("no --api-key: whoever reaches %s can send requests", settings.host)
+
+    async def _try_pair(self, model: str | None, within: float) -> TrialResult:
+        over: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
+
+        def tell(record: Record) -> None:
+            if not over.done():
+                over.set_result(record)
+
+        trial = Trial(self.gateway, model, tell)
+        try:
+            async with asyncio.timeout(within):
+                record = await over
+        except TimeoutError:
+            return TrialResult(ok=False, code="request_timeout", message=f"no answer within {within:g} s")
+        finally:
+            trial.leave()
+        return TrialResult(
+            record.status == 200 and not record.code,
+            record.code,
+            record.message,
+            record.prefill,
+            record.decode,
+            record.handoff,
+            record.kv,
+            record.attempts,
+            record.ended - record.started,
+        )
 
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:

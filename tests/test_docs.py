@@ -51,7 +51,7 @@ GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
 OTHERS_OPTIONS = {
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
-    *("--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
+    *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
 }
 
 

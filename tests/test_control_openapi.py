@@ -1,0 +1,120 @@
+"""``/openapi.json``: valid, complete, and what the API does, as schemathesis finds out by trying."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+from control_rig import Api, running
+from fleet import add_ready, until
+
+from extproc.control.auth import Access
+from extproc.control.keys import ControlKey
+from extproc.control.openapi import OPERATIONS, document
+from extproc.control.trial_routes import Trial
+from extproc.dataplane.paths import CONTROL_PATHS, CONTROL_PREFIXES
+from extproc.mock import SglangMock
+from extproc.workers.registration_body import Body
+from extproc.workers.worker import Role
+
+ADMIN = ControlKey.parse("a::admin:k-admin")
+FUZZED_SECONDS = 300  # it takes some 30; a machine that has more to do is given time
+
+
+async def _worked(model: str | None, _within: float) -> Trial:
+    return Trial(
+        ok=model != "broken", code="no_available_workers", prefill="p", decode="d", handoff="sglang", kv="handed"
+    )
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    """With a prefill worker that answers and a model."""
+    async with running(access=Access(keys=(ADMIN,)), try_pair=_worked) as made, SglangMock("prefill") as mock:
+        worker = add_ready(made.registry, Role.PREFILL, mock.url, "tiny")
+        await until(made.registry, lambda: worker.usable)
+        yield made
+
+
+async def test_it_is_valid(api: Api) -> None:
+    answer = await api.get("/openapi.json", headers={"authorization": "Bearer k-admin"})
+    found = answer.json
+    assert (answer.status, found["openapi"], found) == (200, "3.1.0", document(Access(keys=(ADMIN,))))
+    for shape in found["components"]["schemas"].values():
+        jsonschema_rs.Draft202012Validator({**shape, "components": found["components"]})
+    ids = [described["operationId"] for path in found["paths"].values() for described in path.values()]
+    assert len(ids) == len(set(ids))
+
+
+async def test_it_has_every_route_and_envoy_sends_each_here(api: Api) -> None:
+    routes = {
+        (route.method.lower(), route.resource.canonical)
+        for route in api.api._runner.app.router.routes()
+        if route.method != "HEAD" and route.resource
+    }
+    assert {(operation.method, operation.path) for operation in OPERATIONS} == routes
+    whole = {operation.path for operation in OPERATIONS if "{" not in operation.path}
+    assert set(CONTROL_PATHS) == whole
+    below = {operation.path.partition("{")[0] for operation in OPERATIONS if "{" in operation.path}
+    assert set(CONTROL_PREFIXES) == below
+
+
+def test_it_says_what_a_registration_may_have() -> None:
+    shapes = document(Access())["components"]["schemas"]
+    assert shapes["Body"]["properties"].keys() == Body.model_fields.keys()
+    assert shapes["Body"]["required"] == ["url", "worker_type"]
+    assert shapes["Patch"]["properties"].keys() == Body.model_fields.keys() - {"url", "worker_type"}
+    assert not shapes["Patch"]["additionalProperties"]
+
+
+@pytest.mark.parametrize(
+    ("access", "asks"),
+    [
+        (Access(), set()),
+        (Access("k"), {"/workers", "/v1/models", "/get_loads", "/flush_cache"}),
+        (Access(keys=(ADMIN,)), {"/workers", "/get_loads", "/flush_cache"}),
+    ],
+)
+def test_who_is_asked_for_a_key(access: Access, asks: set[str]) -> None:
+    paths = document(access)["paths"]
+    looked_at = ["/workers", "/v1/models", "/get_loads", "/flush_cache", "/health", "/readiness"]
+    assert {path for path in looked_at if next(iter(paths[path].values()))["security"]} == asks
+
+
+CONFIGURATION = """\
+[checks.positive_data_acceptance]
+# What fits the schema may contradict itself, name a worker that is none, or meet none that could answer.
+expected-statuses = ["2xx", "400", "404", "409", "503"]
+[checks.not_a_server_error]
+# There may be nobody to ask, and who is asked may not answer.
+expected-statuses = ["2xx", "4xx", "502", "503"]
+"""
+FUZZING = (
+    *("--checks", "all", "--phases", "examples,coverage,fuzzing,stateful"),
+    *("--generation-deterministic", "--max-examples", "15", "--no-color", "--warnings", "off"),
+)
+
+
+async def test_the_api_is_what_the_document_says(api: Api, tmp_path: Path) -> None:
+    """Fuzzed from it, each operation and sequences of them, with what fits and what does not."""
+    (tmp_path / "schemathesis.toml").write_text(CONFIGURATION)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml")),
+        *("run", f"http://127.0.0.1:{api.api.port}/openapi.json", "--header", "Authorization: Bearer k-admin"),
+        *FUZZING,
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(FUZZED_SECONDS):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, said.decode()
