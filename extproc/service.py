@@ -204,15 +204,16 @@ class Service:
 
     def _warn_of_openness(self) -> None:
         settings = self._settings
-        if settings.api_key is None and not settings.control_plane_api_keys:
+        if settings.api_key is not None or ipaddress.ip_address(settings.host).is_loopback:
+            return
+        _log.warning("no --api-key: whoever reaches %s can send requests", settings.host)
+        if not settings.control_plane_api_keys:
             who = "whoever reaches it" if settings.control_plane_open else "whoever is on this machine"
             _log.warning(
-                "THE CONTROL API IS OPEN: %s can register workers and see every request; set --api-key or "
-                "--control-plane-api-keys",
+                "THE CONTROL API IS OPEN: %s can register workers, which are then sent requests; "
+                "close it with --api-key or --control-plane-api-keys",
                 who,
             )
-        if settings.api_key is None and not ipaddress.ip_address(settings.host).is_loopback:
-            _log.warning("no --api-key: whoever reaches %s can send requests", settings.host)
 
     async def _try_pair(self, model: str | None, within: float) -> TrialResult:
         over: asyncio.Future[Record] = asyncio.get_running_loop().create_future()

@@ -136,6 +136,32 @@ async def test_keys_of_the_control_api() -> None:
             assert (await product.post("/workers", NOBODY, headers)).status == write
 
 
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"host": "127.0.0.1"}, ""),
+        ({"api_key": "k"}, ""),
+        ({"control_plane_api_keys": KEYS}, ""),
+        ({}, "THE CONTROL API IS OPEN: whoever is on this machine can register workers"),
+        ({"control_plane_open": True}, "THE CONTROL API IS OPEN: whoever reaches it can register workers"),
+    ],
+    ids=str,
+)
+async def test_an_open_control_api_is_warned_of(
+    settings: dict[str, object], warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Product(0, 0, wait=False, **{"host": "0.0.0.0", **settings}):
+        found = [message for message in caplog.messages if "CONTROL API" in message]
+        assert len(found) == bool(warned)
+        assert "".join(found).startswith(warned)
+
+
+async def test_everybody_may_where_the_operator_says_so() -> None:
+    address = own_address()
+    async with Product(0, 0, wait=False, host="0.0.0.0", control_plane_open=True) as product:
+        assert (await _from(address, product)).startswith(b"HTTP/1.1 202 ")
+
+
 async def test_a_handoff_in_turn() -> None:
     async with VllmProduct(decodes=1) as product:
         answer = await product.client.get("/health_generate")
