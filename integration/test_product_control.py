@@ -11,6 +11,9 @@ import pytest_asyncio
 from product import Product
 from vllm_product import VllmProduct
 
+from extproc.mock.engine import Pace
+from extproc.workers.registration import as_registration
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NOBODY = {"url": "http://127.0.0.1:1", "worker_type": "decode"}
@@ -119,6 +122,24 @@ async def test_a_worker_is_changed_while_it_answers(product: Product) -> None:
     assert (await product.post("/v1/chat/completions", chat)).status == 200
     assert product.decodes[0].legs[-1].header("authorization") == "Bearer k"
     product.service.registry.change(worker, before)
+
+
+async def test_an_answer_under_way_outlives_its_workers_registration(product: Product) -> None:
+    decode = product.decodes[0]
+    decode.pace = Pace(token=0.01, tokens=40)
+    chat = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
+    exchange = await product.client.open("/v1/chat/completions", chat)
+    await exchange.head()
+    for mock in product.mocks:
+        worker = product.worker(mock)
+        body = as_registration(product.service.registry.spec(worker)) | {"priority": 7}
+        assert (await product.client.put(f"/workers/{worker.id}", body)).status == 202
+        assert product.service.registry.get(worker.id) is worker
+    reply = await exchange.whole()
+    decode.pace = Pace()
+    assert reply.events[-1] == "[DONE]"
+    assert len(reply.events) > 40
+    await product.ready()
 
 
 async def test_flushing_is_passed_on(product: Product) -> None:

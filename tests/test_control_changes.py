@@ -224,6 +224,10 @@ class TestRegistry:
         assert worker.kv_engines == engines
         api.registry.change(worker, told)
         assert worker.kv_engines[0].id == "x"
+        await api.ask("PATCH", f"/workers/{worker.id}", json={"dp_size": 2})
+        assert [engine.id for engine in worker.kv_engines] == ["x_dp0", "x_dp1"]
+        await api.ask("PATCH", f"/workers/{worker.id}", json={"kv_connector": "nixl"})
+        assert worker.kv_engines == ()
 
     async def test_subscribers_are_told(self, api: Api) -> None:
         changes: list[Change] = []

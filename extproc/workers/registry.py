@@ -187,7 +187,7 @@ class Registry:
         former, record.spec = record.spec, spec
         engines = worker.kv_engines
         _take_over(spec, worker)
-        if spec.kv == former.kv and engines:
+        if spec.kv.connector == former.kv.connector and _engines(spec) == _engines(former):
             worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
         _logger.info("worker changed", extra=_named(worker))
         if record.found is not None:
@@ -361,10 +361,14 @@ def _take_over(spec: WorkerSpec, worker: Worker) -> None:
     # Only vLLM has connectors.
     worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else "sglang")
     worker.update_pairing()
-    if spec.role is Role.PREFILL and spec.kv.connector == MOONCAKE:
-        worker.kv_engines = of_registration(spec.kv.engine_id, spec.labels)
-    else:
-        worker.kv_engines = ()
+    worker.kv_engines = _engines(spec)
+
+
+def _engines(spec: WorkerSpec) -> tuple[KvEngine, ...]:
+    """The engine cores that a registration names."""
+    if spec.role is not Role.PREFILL or spec.kv.connector != MOONCAKE:
+        return ()
+    return of_registration(spec.kv.engine_id, spec.labels)
 
 
 def _named(worker: Worker) -> dict[str, object]:
