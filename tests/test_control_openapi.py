@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import jsonschema_rs
 import pytest
 from control_rig import Api, running
-from fleet import add_ready, until
+from fleet import add_ready, spec, until
 
 from extproc.control.auth import Access
 from extproc.control.keys import ControlKey
@@ -19,7 +20,8 @@ from extproc.control.trial_routes import Trial
 from extproc.dataplane.paths import CONTROL_PATHS, CONTROL_PREFIXES
 from extproc.mock import SglangMock
 from extproc.workers.registration_body import Body
-from extproc.workers.worker import Role
+from extproc.workers.registry import Change
+from extproc.workers.worker import Role, Worker
 
 ADMIN = ControlKey.parse("a::admin:k-admin")
 FUZZED_SECONDS = 300  # it takes some 30; a machine that has more to do is given time
@@ -93,20 +95,17 @@ expected-statuses = ["2xx", "400", "404", "409", "503"]
 # There may be nobody to ask, and who is asked may not answer.
 expected-statuses = ["2xx", "4xx", "502", "503"]
 """
-FUZZING = (
-    *("--checks", "all", "--phases", "examples,coverage,fuzzing,stateful"),
-    *("--generation-deterministic", "--max-examples", "15", "--no-color", "--warnings", "off"),
-)
+FUZZING = ("--checks", "all", "--generation-deterministic", "--no-color", "--warnings", "off")
 
 
-async def test_the_api_is_what_the_document_says(api: Api, tmp_path: Path) -> None:
-    """Fuzzed from it, each operation and sequences of them, with what fits and what does not."""
-    (tmp_path / "schemathesis.toml").write_text(CONFIGURATION)
+async def fuzz(api: Api, directory: Path, *options: str, configuration: str = "") -> None:
+    """Have schemathesis find something that is not as the document says."""
+    (directory / "schemathesis.toml").write_text(CONFIGURATION + configuration)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml")),
+        *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(directory / "schemathesis.toml")),
         *("run", f"http://127.0.0.1:{api.api.port}/openapi.json", "--header", "Authorization: Bearer k-admin"),
-        *FUZZING,
-        cwd=tmp_path,
+        *(*FUZZING, *options),
+        cwd=directory,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -118,3 +117,49 @@ async def test_the_api_is_what_the_document_says(api: Api, tmp_path: Path) -> No
             process.kill()
             await process.wait()
     assert process.returncode == 0, said.decode()
+
+
+@pytest.fixture
+def accepted(caplog: pytest.LogCaptureFixture) -> Callable[[str], int]:
+    """How often a method changed something."""
+    caplog.set_level(logging.INFO, "extproc.control.audit")
+    changes = ("extproc.control.audit", 202)
+    return lambda method: sum(
+        (record.name, vars(record).get("status"), vars(record).get("method")) == (*changes, method)
+        for record in caplog.records
+    )
+
+
+async def test_the_api_is_what_the_document_says(api: Api, tmp_path: Path) -> None:
+    """Each operation and sequences of them, with what fits and what does not."""
+    await fuzz(api, tmp_path, "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "10")
+
+
+async def test_registrations_are_what_the_document_says(
+    api: Api, tmp_path: Path, accepted: Callable[[str], int]
+) -> None:
+    """Each worker is removed at once: most are of one URL, and the next one is not to find it taken."""
+
+    def remove(worker: Worker, change: Change) -> None:
+        if change is Change.ADDED:
+            asyncio.get_running_loop().call_soon(api.registry.remove, worker)
+
+    api.registry.subscribe(remove)
+    await fuzz(
+        api, tmp_path, "--include-operation-id", "add_worker", "--phases", "examples,coverage,fuzzing", "-n", "40"
+    )
+    assert accepted("POST") > 50
+
+
+async def test_changes_are_what_the_document_says(api: Api, tmp_path: Path, accepted: Callable[[str], int]) -> None:
+    """Of a worker that is there: of the URL that the document has for an example."""
+    worker = api.registry.add(spec(Role.PREFILL, "http://prefill:8000"))
+    await fuzz(
+        api,
+        tmp_path,
+        *("--include-path", "/workers/{id}", "--exclude-method", "DELETE"),
+        *("--phases", "examples,coverage,fuzzing", "--max-examples", "40"),
+        configuration=f'[parameters]\n"path.id" = "{worker.id}"\n',
+    )
+    assert accepted("PUT") > 20
+    assert accepted("PATCH") > 50
