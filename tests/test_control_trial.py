@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp.test_utils import make_mocked_request
 from control_rig import running
-from fleet import add_ready
+from fleet import add_ready, until
 
 from extproc.control.trial_routes import Trial, TrialRoutes
 from extproc.workers.worker import Role
@@ -59,6 +59,18 @@ async def test_a_pair_that_answered() -> None:
         )
         await api.get("/health_generate?model=a")
     assert tries.asked == ["b", "a"]
+
+
+async def test_the_model_is_one_that_both_roles_serve() -> None:
+    tries = Tries(GOOD)
+    async with running(try_pair=tries) as api:
+        workers = [
+            add_ready(api.registry, Role.PREFILL, "http://10.0.0.1:1", "alone", "both"),
+            add_ready(api.registry, Role.DECODE, "http://10.0.0.2:1", "both"),
+        ]
+        await until(api.registry, lambda: all(worker.usable for worker in workers))
+        await api.get("/health_generate")
+    assert tries.asked == ["both"]
 
 
 async def test_without_a_model_any_is_asked_for() -> None:

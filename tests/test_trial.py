@@ -60,6 +60,17 @@ def test_both_legs_are_sent_as_the_handoff_has_them():
     assert (record.prefill, record.decode) == ("http://127.0.0.1:1", "http://127.0.0.1:11")
 
 
+def test_each_has_a_prompt_that_no_prefix_cache_knows():
+    rig = Rig()
+    prompts = []
+    for _ in range(2):
+        trial, _ = begun(rig)
+        prompts.append(legs(rig)[0].json["prompt"])
+        trial.leave()
+    assert prompts[0][:16] != prompts[1][:16]
+    assert len(prompts[0].split()) > 32
+
+
 def test_a_handoff_in_turn():
     rig = Rig(*nixl())
     _, told = begun(rig, None)

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from extproc.control.replies import fault, reply
 from extproc.workers.registry import Registry
+from extproc.workers.worker import Role
 
 TRIAL_SECONDS: Final = 20.0  # as long as SGLang waits for a token of its own (HEALTH_CHECK_TIMEOUT)
 
@@ -60,7 +61,7 @@ class TrialRoutes:
         return [web.get("/health_generate", self._generate)]
 
     async def _generate(self, request: web.Request) -> web.Response:
-        model = request.query.get("model") or next(iter(self._registry.models()), None)
+        model = request.query.get("model") or self._served()
         trial = await asyncio.shield(self._trial(model))
         if not trial.ok:
             return fault(503, "health_generate_failed", f"{trial.code}: {trial.message}"[:2048])
@@ -76,6 +77,12 @@ class TrialRoutes:
                 "duration_ms": round(trial.seconds * 1000, 3),
             }
         )
+
+    def _served(self) -> str | None:
+        """A model that both roles serve now, else any that is known."""
+        models = self._registry.models()
+        served = (m for m in models if all(self._registry.usable(role, m) for role in (Role.PREFILL, Role.DECODE)))
+        return next(served, next(iter(models), None))
 
     def _trial(self, model: str | None) -> asyncio.Task[Trial]:
         """One at a time: many load balancers may ask, and each costs the workers a request."""

@@ -6,6 +6,7 @@ egress listener and its answer comes back here. No part of it are Envoy's client
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -27,8 +28,9 @@ from extproc.merge.parts import joint_of
 from extproc.transport.interface import Header
 
 _API: Final = APIS["/v1/completions"]  # every engine has it, and it needs no chat template
-# Longer than a block of KV cache (16 or 32 tokens), or a connector may find nothing to hand over.
-_PROMPT: Final = "The quick brown fox jumps over the lazy dog. " * 8
+# Longer than a block of KV cache (16 or 32 tokens), or a connector may find nothing to hand over. What stands before it
+# is another each time, or the decode would have the prompt in its own prefix cache.
+_PROMPT: Final = "%016x The quick brown fox jumps over the lazy dog." + " Again and again it does so." * 8
 _TOKENS: Final = 2  # of one, a prefill worker would be asked alone
 _HEADERS: Final = {
     ":method": b"POST",
@@ -77,7 +79,7 @@ class Trial(Session):
         if gateway.api_key is not None:
             fields["authorization"] = b"Bearer " + gateway.api_key
         body = {
-            "prompt": _PROMPT,
+            "prompt": _PROMPT % random.getrandbits(64),
             "max_tokens": _TOKENS,
             "temperature": 0,
             **({} if model is None else {"model": model}),
