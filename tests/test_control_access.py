@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import uuid
@@ -202,6 +203,27 @@ def test_where_a_client_is(peer: Any, forwarded: str | None, envoys: str | None,
     request = make_mocked_request("POST", "/workers", headers=headers, transport=Transport())
     assert client_of(request) == (address, local)
     assert foreign_origin(request) == ""
+
+
+@pytest.mark.parametrize("name", [b"origin", b"x-pd-client-address", b"x-forwarded-for", b"authorization"])
+async def test_headers_that_are_no_text_can_be_answered(name: bytes) -> None:
+    async with running() as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.api.port)
+        head = b"POST /workers HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n"
+        writer.write(head + name + b": \xff\xfe\r\n\r\n{}")
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 " if name == b"authorization" else b"HTTP/1.1 403 ")
+
+
+async def test_a_defect_in_who_may_is_a_json_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("extproc.control.auth.client_of", broken)
+    async with running() as api:
+        answer = await api.get("/workers")
+    assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
 
 
 class TestAudit:

@@ -56,8 +56,9 @@ class ControlApi:
         app = web.Application(
             middlewares=[
                 request_id_middleware(request_id_headers),
+                json_errors,  # of the next one
                 auth_middleware(access),
-                json_errors,
+                json_errors,  # of what is let in, so that the former can write down what was answered
             ],
             client_max_size=_LARGEST_BODY,
         )

@@ -37,9 +37,10 @@ def client_of(request: web.Request) -> Client:
     if address is None:
         address = peer
     else:
+        address = _plain(address)
         del forwarded[-1:]  # Envoy's
         if not peer_local:  # an Envoy elsewhere, or somebody who would like to be taken for one
-            address = f"{address[:64]} by way of {peer}"
+            address = f"{address} by way of {peer}"
     local = peer_local and (not address or _is_loopback(address)) and "forwarded" not in request.headers
     return Client(address, local and all(_is_loopback(part) for part in forwarded if part))
 
@@ -48,7 +49,7 @@ def foreign_origin(request: web.Request) -> str:
     """The web page of another machine that has a browser on this one send the request; empty where none is known."""
     origin = request.headers.get("origin", "")
     host = _host(origin)
-    return "" if not origin or host == "localhost" or _is_loopback(host) else origin
+    return "" if not origin or host == "localhost" or _is_loopback(host) else _plain(origin)
 
 
 def _peer(request: web.Request) -> tuple[str, bool]:
@@ -70,6 +71,11 @@ def _is_loopback(text: str) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def _plain(text: str) -> str:
+    """A header's text as an answer and the log can have it: bytes that are no text come as surrogates."""
+    return text.encode("ascii", "backslashreplace").decode()[:128]
 
 
 def _host(origin: str) -> str:
