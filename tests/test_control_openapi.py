@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jsonschema_rs
 import pytest
+import schemathesis
 from control_rig import Api, running
 from fleet import add_ready, spec, until
 
@@ -46,6 +47,7 @@ async def test_it_is_valid(api: Api) -> None:
     answer = await api.get("/openapi.json", headers={"authorization": "Bearer k-admin"})
     found = answer.json
     assert (answer.status, found["openapi"], found) == (200, "3.1.0", document(Access(keys=(ADMIN,))))
+    schemathesis.openapi.from_dict(found).validate()  # against the specification's own schema
     for shape in found["components"]["schemas"].values():
         jsonschema_rs.Draft202012Validator({**shape, "components": found["components"]})
     ids = [described["operationId"] for path in found["paths"].values() for described in path.values()]
@@ -63,6 +65,13 @@ async def test_it_has_every_route_and_envoy_sends_each_here(api: Api) -> None:
     assert set(CONTROL_PATHS) == whole
     below = {operation.path.partition("{")[0] for operation in OPERATIONS if "{" in operation.path}
     assert set(CONTROL_PREFIXES) == below
+
+
+def test_a_document_that_is_not_valid_is_told_from_one_that_is() -> None:
+    broken = document(Access())
+    del broken["paths"]["/workers"]["post"]["responses"]["202"]["description"]
+    with pytest.raises(jsonschema_rs.ValidationError):
+        schemathesis.openapi.from_dict(broken).validate()
 
 
 def test_it_says_what_a_registration_may_have() -> None:
