@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -24,7 +23,6 @@ from extproc.control.api import ControlApi
 from extproc.control.auth import Access
 from extproc.control.metrics import Metrics
 from extproc.control.metrics_server import MetricsServer
-from extproc.control.trial_routes import Trial as TrialResult
 from extproc.control.worker_metrics import WorkerMetrics
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
@@ -33,11 +31,10 @@ from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
-from extproc.exchange.record import Record
 from extproc.exchange.session import Session
-from extproc.exchange.trial import Trial
 from extproc.handoff.table import Handoffs
 from extproc.observe import Observers, RequestLog, RequestMetrics
+from extproc.openness import warn_of_openness
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
@@ -48,6 +45,7 @@ from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
+from extproc.trying import try_pair
 from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
@@ -104,7 +102,7 @@ class Service:
             settings.control_address,
             access=Access(settings.api_key, settings.control_plane_api_keys, open=settings.control_plane_open),
             request_id_headers=settings.request_id_headers,
-            try_pair=self._try_pair,
+            try_pair=lambda model, within: try_pair(self.gateway, model, within),
         )
         metrics = Metrics()
         WorkerMetrics(self.registry, metrics)
@@ -198,49 +196,9 @@ class Service:
         stack.push_async_callback(self._monitor.stop)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
-        self._warn_of_openness()
+        warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
-
-    def _warn_of_openness(self) -> None:
-        settings = self._settings
-        if settings.api_key is not None or ipaddress.ip_address(settings.host).is_loopback:
-            return
-        _log.warning("no --api-key: whoever reaches %s can send requests", settings.host)
-        if not settings.control_plane_api_keys:
-            who = "whoever reaches it" if settings.control_plane_open else "whoever is on this machine"
-            _log.warning(
-                "THE CONTROL API IS OPEN: %s can register workers, which are then sent requests; "
-                "close it with --api-key or --control-plane-api-keys",
-                who,
-            )
-
-    async def _try_pair(self, model: str | None, within: float) -> TrialResult:
-        over: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
-
-        def tell(record: Record) -> None:
-            if not over.done():
-                over.set_result(record)
-
-        trial = Trial(self.gateway, model, tell)
-        try:
-            async with asyncio.timeout(within):
-                record = await over
-        except TimeoutError:
-            return TrialResult(ok=False, code="request_timeout", message=f"no answer within {within:g} s")
-        finally:
-            trial.leave()
-        return TrialResult(
-            record.status == 200 and not record.code,
-            record.code,
-            record.message,
-            record.prefill,
-            record.decode,
-            record.handoff,
-            record.kv,
-            record.attempts,
-            record.ended - record.started,
-        )
 
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from fakes import Rig, mooncake, nixl, worker
 
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.trial import Trial
+from extproc.trying import try_pair
 from extproc.workers.worker import MOONCAKE, Role
 
 
@@ -151,3 +153,23 @@ def test_a_gateway_that_stops_does_not_pass():
     rig.gateway.draining = True
     _, told = begun(rig)
     assert over(rig, told).code == "draining"
+
+
+async def test_an_answer_that_does_not_come_is_not_waited_for_long():
+    rig = Rig()
+    result = await try_pair(rig.gateway, "tiny", 0.01)
+    assert (result.ok, result.code, result.message) == (False, "request_timeout", "no answer within 0.01 s")
+    rig.clock.advance(1)
+    rig.assert_nothing_is_left()
+
+
+async def test_what_is_told_of_one_that_comes():
+    rig = Rig()
+    asking = asyncio.create_task(try_pair(rig.gateway, "tiny", 20))
+    await asyncio.sleep(0)
+    for leg in legs(rig):
+        leg.answer(body=answer())
+    rig.clock.advance(1)
+    result = await asking
+    assert (result.ok, result.code, result.kv, result.attempts) == (True, "", "handed", 1)
+    assert (result.prefill, result.decode) == ("http://127.0.0.1:1", "http://127.0.0.1:11")

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from extproc.workers.addresses import Addresses
+from extproc.workers.from_spec import named_engines, take_over
 from extproc.workers.identity import new_worker_id
-from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.spec import WorkerSpec
-from extproc.workers.worker import MOONCAKE, KvEngine, Role, Status, Worker
+from extproc.workers.worker import KvEngine, Role, Status, Worker
 
 Subscriber = Callable[[Worker, "Change"], None]
 
@@ -170,7 +170,7 @@ class Registry:
         if key in self._by_url:
             raise WorkerExistsError(self._by_url[key].worker)
         worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
-        _take_over(spec, worker)
+        take_over(spec, worker)
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
@@ -186,8 +186,8 @@ class Registry:
         record = self._registered(worker)
         former, record.spec = record.spec, spec
         engines = worker.kv_engines
-        _take_over(spec, worker)
-        if spec.kv.connector == former.kv.connector and _engines(spec) == _engines(former):
+        take_over(spec, worker)
+        if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
             worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
         _logger.info("worker changed", extra=_named(worker))
         if record.found is not None:
@@ -202,7 +202,7 @@ class Registry:
         record = self._registered(worker)
         record.spec, record.found = spec, None
         record.joined, record.replaced = False, True
-        _take_over(spec, worker)
+        take_over(spec, worker)
         worker.listed, worker.takes_token_ids = (), False
         self._set_status(record, Status.PENDING, "")
         self._tell(worker, Change.SPEC)
@@ -345,30 +345,6 @@ class Registry:
                 )
                 return
             await asyncio.sleep(self._drain_poll)
-
-
-def _take_over(spec: WorkerSpec, worker: Worker) -> None:
-    """Make the worker what its registration says, as if it had said nothing of itself yet."""
-    worker.model_ids = spec.model_ids
-    worker.cards = spec.cards
-    worker.bootstrap_port = spec.bootstrap_port
-    worker.api_key = spec.api_key
-    worker.priority = spec.priority
-    worker.cost = spec.cost
-    worker.labels = dict(spec.labels)
-    worker.kv_connector = spec.kv.connector
-    worker.kv_role = spec.kv.role
-    # Only vLLM has connectors.
-    worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else "sglang")
-    worker.update_pairing()
-    worker.kv_engines = _engines(spec)
-
-
-def _engines(spec: WorkerSpec) -> tuple[KvEngine, ...]:
-    """The engine cores that a registration names."""
-    if spec.role is not Role.PREFILL or spec.kv.connector != MOONCAKE:
-        return ()
-    return of_registration(spec.kv.engine_id, spec.labels)
 
 
 def _named(worker: Worker) -> dict[str, object]:
