@@ -76,7 +76,7 @@ def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo, op
         group.add_argument(flag_of(name), _opposite(flag_of(name)), action=_Switch, **common)
     elif name == "prefill":
         group.add_argument(flag_of(name), action=_Prefill, nargs="+", **common)
-    elif name in ("decode", "prefill_kv_engine_id", "model_alias"):
+    elif name in ("decode", "prefill_kv_engine_id", "model_alias", "control_plane_api_keys"):
         group.add_argument(flag_of(name), action="append", **common)
     elif name == "request_id_headers":
         group.add_argument(flag_of(name), nargs="+", **common)

@@ -39,6 +39,9 @@ NAMING: Final = ("x-pd-prefill", "x-pd-decode", "x-pd-handoff", "x-pd-kv", "x-pd
 # Where a client's own request id is looked for unless the settings say otherwise; the first one present counts.
 REQUEST_ID_HEADERS: Final = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
+# Request header to the control API: the address at the other end of the client's connection to Envoy.
+CLIENT_ADDRESS: Final = "x-pd-client-address"
+
 # Clients may not send headers with this prefix.
 OUR_PREFIX: Final = "x-pd-"
 

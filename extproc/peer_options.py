@@ -11,7 +11,7 @@ _OPTIONS = """
 assignment-mode backend balance-abs-threshold balance-rel-threshold balance-token-usage-threshold block-size
 bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
 cb-failure-threshold cb-success-threshold cb-timeout-duration-secs cb-window-duration-secs chat-template
-control-plane-api-keys decode-selector disable-circuit-breaker disable-load-monitoring
+decode-selector disable-circuit-breaker disable-load-monitoring
 disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider dp-aware
 dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
 eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs

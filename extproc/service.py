@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ import uvloop
 
 from extproc import run_dir
 from extproc.control.api import ControlApi
+from extproc.control.auth import Access
 from extproc.control.metrics import Metrics
 from extproc.control.metrics_server import MetricsServer
 from extproc.control.worker_metrics import WorkerMetrics
@@ -34,6 +34,7 @@ from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
 from extproc.observe import Observers, RequestLog, RequestMetrics
+from extproc.openness import warn_of_openness
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
@@ -44,6 +45,7 @@ from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
+from extproc.trying import try_pair
 from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
@@ -100,9 +102,10 @@ class Service:
             self.registry,
             self._client,
             settings.control_address,
-            api_key=settings.api_key,
+            access=Access(settings.api_key, settings.control_plane_api_keys, open=settings.control_plane_open),
             request_id_headers=settings.request_id_headers,
             model_aliases=dict(settings.model_alias),
+            try_pair=lambda model, within: try_pair(self.gateway, model, within),
         )
         metrics = Metrics()
         WorkerMetrics(self.registry, metrics)
@@ -196,8 +199,7 @@ class Service:
         stack.push_async_callback(self._monitor.stop)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
-        if settings.api_key is None and not ipaddress.ip_address(settings.host).is_loopback:
-            _log.warning("no --api-key: whoever reaches %s can register workers and send requests", settings.host)
+        warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from extproc.control.keys import API_KEY_ID, of_api_key
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
 from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
@@ -27,6 +28,7 @@ from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     AddressText,
     Connector,
+    ControlKeys,
     Count,
     Duration,
     EngineIds,
@@ -171,6 +173,11 @@ class Settings(BaseModel):
         Group.CLIENTS, "port that Envoy listens on; 0: any free one", "PORT")] = 30000
     api_key: Annotated[Key | None, Option(
         Group.CLIENTS, "bearer key that clients must present", "KEY", "none")] = Field(default=None, repr=False)
+    control_plane_api_keys: Annotated[ControlKeys, Option(
+        Group.CLIENTS, "id:name:admin|user:key, for the control API; repeatable", "KEY", "none")
+    ] = Field(default=(), repr=False)
+    control_plane_open: Annotated[bool, Option(
+        Group.CLIENTS, "without keys: not only this machine may change workers")] = False
     max_payload_size: Annotated[Count, Option(
         Group.CLIENTS, "largest request body", "BYTES")] = 536870912
     request_timeout_secs: Annotated[Duration, Option(
@@ -276,6 +283,21 @@ class Settings(BaseModel):
         ids = len(self.prefill_kv_engine_id)
         if ids and ids != len(self.prefill):
             raise ValueError(f"{ids} x --prefill-kv-engine-id for {len(self.prefill)} x --prefill: give one for each")
+        return self
+
+    @model_validator(mode="after")
+    def _control_keys_differ(self) -> Settings:
+        ids = Counter(key.id for key in self.control_plane_api_keys)
+        digests = {key.digest for key in self.control_plane_api_keys}
+        if self.api_key is not None:
+            digests.add(of_api_key(self.api_key).digest)
+        for key_id, count in ids.items():
+            if count > 1 or key_id == API_KEY_ID:
+                raise ValueError(f"--control-plane-api-keys: the id {key_id!r} is given more than once, or reserved")
+        if len(digests) < len(ids) + (self.api_key is not None):
+            raise ValueError("--control-plane-api-keys: each must have a key of its own, which is not --api-key either")
+        if self.control_plane_open and (ids or self.api_key is not None):
+            raise ValueError("--control-plane-open is for a gateway without keys; --api-key and the like close it")
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 
 _NOT_YET = frozenset(name.replace("-", "_") for name in NOT_AVAILABLE_YET)
 _SHOWN_LENGTH = 80
+_SECRET = frozenset({"api_key", "control_plane_api_keys"})
 
 
 class SettingsError(Exception):
@@ -155,6 +156,6 @@ def _complaint(detail: ErrorDetails, values: Mapping[str, _Value]) -> str:
     value = values.get(field)
     shown_name = f"{flag_of(field)} (its default)" if value is None else value.shown_name
     given = repr(detail["input"])
-    if field == "api_key" or not isinstance(detail["input"], str | int | float) or given in message:
+    if field in _SECRET or not isinstance(detail["input"], str | int | float) or given in message:
         return f"{shown_name}: {message}"
     return f"{shown_name}: {message} (got {given if len(given) <= _SHOWN_LENGTH else f'{given[:_SHOWN_LENGTH]}...'})"

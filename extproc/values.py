@@ -12,8 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
+from extproc.control.keys import ControlKey
 from extproc.given_workers import items
 from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
 from extproc.transport.address import TcpAddress, UnixAddress, parse_address
@@ -167,6 +168,10 @@ def _header_text(text: str) -> str:
     return _not_empty(text)
 
 
+def _control_key(value: object) -> object:
+    return ControlKey.parse(value) if isinstance(value, str) else value
+
+
 def _absolute(path: Path) -> Path:
     if not path.parts:
         raise ValueError("Must not be empty")
@@ -188,4 +193,7 @@ HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...]
 Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
 Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
 Connector = Annotated[str, AfterValidator(_connector)]
+ControlKeys = Annotated[
+    tuple[Annotated[InstanceOf[ControlKey], BeforeValidator(_control_key)], ...], BeforeValidator(items)
+]
 EngineIds = Annotated[tuple[Annotated[str, AfterValidator(_not_empty)], ...], BeforeValidator(items)]

@@ -251,6 +251,14 @@ class Client:
         """A DELETE's complete answer; the connection is closed."""
         return await self._ask(target, None, headers, "DELETE")
 
+    async def put(self, target: str, body: object, headers: Headers = ()) -> Reply:
+        """A PUT's complete answer; the connection is closed."""
+        return await self._ask(target, body, headers, "PUT")
+
+    async def patch(self, target: str, body: object, headers: Headers = ()) -> Reply:
+        """A PATCH's complete answer; the connection is closed."""
+        return await self._ask(target, body, headers, "PATCH")
+
     async def _ask(self, target: str, body: object, headers: Headers, method: str) -> Reply:
         exchange = await self.open(target, body, headers, method)
         try:

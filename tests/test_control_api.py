@@ -6,66 +6,22 @@ import io
 import re
 import socket
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
+from control_rig import Api, running
 from fleet import FakeEnvoy, add_ready, engine, spec, until
 
 from extproc.control.api import ControlApi
+from extproc.control.auth import Access
 from extproc.workers.client import WorkerClient
-from extproc.workers.health import Monitor
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status
 
 P, D = Role.PREFILL, Role.DECODE
 BEARER = {"authorization": "Bearer s3cret"}
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    text: str
-    json: Any
-
-
-class Api:
-    """A running API, its registry, and a client."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.envoy = FakeEnvoy()
-        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
-        self.client = WorkerClient()
-        self.monitor = Monitor(self.registry, self.client)
-        self.api = ControlApi(self.registry, self.client, "127.0.0.1:0", **settings)
-
-    async def ask(self, method: str, path: str, **more: Any) -> Answer:
-        url = f"http://127.0.0.1:{self.api.port}{path}"
-        async with aiohttp.ClientSession() as session, session.request(method, url, **more) as response:
-            text = await response.text()
-            is_json = response.content_type == "application/json"
-            return Answer(response.status, response.headers, text, await response.json() if is_json and text else None)
-
-    async def get(self, path: str, **more: Any) -> Answer:
-        return await self.ask("GET", path, **more)
-
-
-@asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[Api]:
-    made = Api(**settings)
-    await made.api.start()
-    try:
-        yield made
-    finally:
-        await made.api.stop()
-        await made.monitor.stop()
-        await made.registry.close()
-        await made.client.close()
 
 
 @pytest.fixture
@@ -409,11 +365,14 @@ class TestInformation:
             assert (await api.get(path)).json["model_type"] == "llama"
 
     async def test_secrets_stay_with_the_worker(self, api: Api) -> None:
-        async with engine(extra_info={"api_key": "s3cret", "launch_command": "--api-key s3cret"}) as server:
+        secrets = {"api_key": "s3cret", "admin_api_key": "s3cret", "tp_size": 1}
+        own = {**secrets, "launch_command": "--api-key s3cret", "internal_states": [secrets, {"nested": [secrets]}]}
+        async with engine(extra_info=own) as server:
             worker = add_ready(api.registry, P, server.url)
             await until(api.registry, lambda: worker.usable)
             answer = await api.get("/server_info")
             assert answer.json["version"] == "0.5.23"
+            assert answer.json["internal_states"] == [{"tp_size": 1}, {"nested": [{"tp_size": 1}]}]
             assert "s3cret" not in answer.text
 
     async def test_nobody_to_ask(self, api: Api) -> None:
@@ -449,7 +408,7 @@ class TestInformation:
 class TestAccess:
     @pytest.mark.parametrize("path", ["/liveness", "/health", "/readiness"])
     async def test_probes_need_no_key(self, path: str) -> None:
-        async with running(api_key="s3cret") as api:
+        async with running(access=Access("s3cret")) as api:
             assert (await api.get(path)).status in (200, 503)
 
     @pytest.mark.parametrize(
@@ -467,7 +426,7 @@ class TestAccess:
         ],
     )
     async def test_everything_else_does(self, method: str, path: str) -> None:
-        async with running(api_key="s3cret") as api:
+        async with running(access=Access("s3cret")) as api:
             for headers in (
                 {},
                 {"authorization": "Bearer s3cre"},
@@ -497,7 +456,7 @@ class TestShapes:
         ("method", "path", "allow"),
         [
             ("PUT", "/workers", "GET, HEAD, POST"),
-            ("PATCH", f"/workers/{uuid.uuid4()}", "DELETE, GET, HEAD"),
+            ("POST", f"/workers/{uuid.uuid4()}", "DELETE, GET, HEAD, PATCH, PUT"),
             ("POST", "/readiness", "GET, HEAD"),
         ],
     )

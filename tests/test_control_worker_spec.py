@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from extproc.control.worker_spec import SpecError, parse_worker_spec
-from extproc.workers import registration
+from extproc.workers import registration_body
 from extproc.workers.kv_config import KvConfig
-from extproc.workers.spec import HealthOverrides, WorkerSpec
+from extproc.workers.spec import HealthOverrides, Overload, Resilience, WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
 
 LEAST: dict[str, Any] = {"url": "http://w:8000", "worker_type": "decode"}
@@ -52,6 +52,17 @@ def test_everything() -> None:
             "disable_health_check": False,
             "drain_settle_secs": 0,
         },
+        resilience={
+            "cb_failure_threshold": 5,
+            "cb_success_threshold": 2,
+            "cb_timeout_secs": 30,
+            "cb_window_secs": 60.5,
+            "disable_circuit_breaker": True,
+            "capacity_status_codes": [429, 503],
+        },
+        overload={"waiting_requests": 8, "token_usage": 0.8},
+        load_monitor_interval_secs=3,
+        dp_size=2,
     )
     assert spec == WorkerSpec(
         WorkerUrl("http", "w", 8000),
@@ -61,9 +72,13 @@ def test_everything() -> None:
         api_key="k",
         priority=10,
         cost=2.0,
-        labels={"zone": "a"},
+        labels={"zone": "a", "dp_size": "2"},
         runtime="sglang",
         health=HealthOverrides(1, 2.5, 1, 4, disable_health_check=False, drain_settle_secs=0),
+        resilience=Resilience(5, 2, 30, 60.5, disable_circuit_breaker=True, capacity_status_codes=(429, 503)),
+        overload=Overload(8, 0.8),
+        load_monitor_interval_secs=3,
+        max_connection_attempts=3,
     )
     assert spec.model_ids == ("m",)
 
@@ -114,7 +129,7 @@ def test_the_document_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs/behaviour.md").read_text()
     table = text.split("## Registration\n")[1].split("\n\n`bootstrap_port`")[0]
     names = {name for row in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    assert names == {*registration._Body.model_fields, "runtime"}
+    assert names == {*registration_body.Body.model_fields, "runtime"}
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
@@ -160,16 +175,16 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         ({"url": "http://w:1"}, "Invalid JSON data: missing field `worker_type`: expected `prefill` or `decode`"),
         (
             LEAST | {"worker_type": "regular"},
-            "worker_type: `regular` workers are not served here; expected `prefill` or `decode`",
+            "worker_type: `regular` is refused: regular workers are not served yet; expected prefill or decode",
         ),
-        (LEAST | {"worker_type": "encode"}, "worker_type: `encode` workers are not served here"),
+        (LEAST | {"worker_type": "encode"}, "worker_type: `encode` is refused: encode workers are not served yet"),
         (
             LEAST | {"connection_mode": "grpc"},
-            "Invalid JSON data: connection_mode: unknown variant 'grpc', expected one of 'http'",
+            "connection_mode: `grpc` is refused: workers over gRPC are not served yet; use http",
         ),
         (
             LEAST | {"runtime_type": "mlx"},
-            "Invalid JSON data: runtime_type: unknown variant 'mlx', expected one of 'unspecified', 'sglang' or 'vllm'",
+            "runtime_type: `mlx` is refused: its handoff is not known; expected sglang or vllm",
         ),
         (LEAST | {"priority": "3"}, "Invalid JSON data: priority: expected a valid integer"),
         (LEAST | {"priority": True}, "Invalid JSON data: priority: expected a valid integer"),
@@ -212,9 +227,27 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
             LEAST | {"runtime_type": "sglang", "kv_connector": "NixlConnector"},
             "kv_connector NixlConnector: SGLang workers have none",
         ),
+        (LEAST | {"runtime": "trtllm"}, "runtime: `trtllm` is refused: "),
         (
-            LEAST | {"dp_rank": 1, "dp_size": 2},
-            "not supported yet: `dp_rank`, `dp_size`",
+            LEAST | {"runtime_type": "max"},
+            "Invalid JSON data: runtime_type: unknown variant 'max', expected one of 'unspecified', 'sglang' or 'vllm'",
+        ),
+        (LEAST | {"connection_mode": "tcp"}, "Invalid JSON data: connection_mode: unknown variant 'tcp', expected"),
+        (LEAST | {"dp_rank": 1, "dp_size": 2}, "`dp_rank` is refused: ranks are not registered one by one"),
+        (LEAST | {"dp_base_url": "http://w:1"}, "`dp_base_url` is refused: "),
+        (LEAST | {"dp_size": 2, "labels": {"dp_size": "3"}}, "dp_size is 2, but the label dp_size is '3'"),
+        (LEAST | {"dp_size": 0}, "Invalid JSON data: dp_size: "),
+        (LEAST | {"resilience": {"cb_timeout": 1}}, "Invalid JSON data: unknown field `resilience.cb_timeout`; did"),
+        (LEAST | {"resilience": {"max_retries": 1}}, "`resilience.max_retries` is refused: an attempt is made on two"),
+        (LEAST | {"resilience": {"capacity_status_codes": [200]}}, "Invalid JSON data: resilience.capacity_status_co"),
+        (LEAST | {"overload": {"token_usage": 1.5}}, "Invalid JSON data: overload.token_usage: "),
+        (LEAST | {"http_pool": {"timeout_secs": 1}}, "`http_pool.timeout_secs` is refused: a request has one time"),
+        (LEAST | {"http_pool": {"size": 1}}, "unknown field `http_pool.size`"),
+        (LEAST | {"http_pool": 1}, "http_pool: expected an object"),
+        (LEAST | {"status": "ready"}, "Invalid JSON data: unknown field `status`: it is only shown"),
+        (
+            LEAST | {"models": [{"id": "m", "x": orjson.loads("[" * 70 + "]" * 70)}]},
+            "Invalid JSON data: nested deeper than 64",
         ),
     ],
 )
@@ -258,3 +291,56 @@ def test_all_errors_are_told_at_once() -> None:
 
 def test_an_api_key_is_not_repeated_in_an_error() -> None:
     assert "s3cret" not in problem(LEAST | {"api_key": ["s3cret"], "connection_mode": "zmq"})
+
+
+REFUSED: dict[str, Any] = {
+    "kv_block_size": 16,
+    "dp_base_url": "http://w:1",
+    "dp_rank": 0,
+    "http_pool": {
+        "pool_max_idle_per_host": 1,
+        "pool_idle_timeout_secs": 1,
+        "timeout_secs": 1,
+        "connect_timeout_secs": 1,
+    },
+    "resilience": {
+        "max_retries": 1,
+        "initial_backoff_ms": 1,
+        "max_backoff_ms": 1,
+        "backoff_multiplier": 1,
+        "jitter_factor": 0,
+        "disable_retry": False,
+        "retryable_status_codes": [503],
+    },
+    "multimodal_tensor_transport": "shm",
+    "multimodal_shm_min_bytes": 1,
+    "provider": "openai",
+    "zmq_handshake_address": "tcp://w:1",
+    "bootstrap_host": "w",
+}
+
+
+def test_what_the_peer_takes_and_is_not_done_here_is_refused_by_name() -> None:
+    said = problem(LEAST | REFUSED)
+    members = {name: value if isinstance(value, dict) else None for name, value in REFUSED.items()}
+    names = {f"{name}.{member}" for name, group in members.items() for member in group or ()}
+    names |= {name for name, group in members.items() if group is None}
+    assert set(re.findall(r"`([\w.]+)` is refused: ", said)) == names
+
+
+def test_null_says_nothing() -> None:
+    assert parsed(**dict.fromkeys(REFUSED.keys() - {"resilience"})) == parsed()
+    assert parsed(http_pool={"timeout_secs": None}, resilience={"max_retries": None, "cb_timeout_secs": 1}) == parsed(
+        resilience={"cb_timeout_secs": 1}
+    )
+
+
+def test_what_is_kept_and_changes_nothing_is_told() -> None:
+    said = parsed(priority=1, cost=2, max_connection_attempts=3, health={"drain_settle_secs": 1}).unused
+    assert [words.split(" ")[0] for words in said] == [
+        "priority",
+        "cost",
+        "max_connection_attempts",
+        "health.drain_settle_secs",
+    ]
+    assert parsed().unused == ()

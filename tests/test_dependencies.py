@@ -16,7 +16,7 @@ BELOW = {
     "merge": {"errors", "apis"},
     "exchange": {"errors", "names", "apis", "handoff", "merge", "policies", "workers", "transport"},
     "dataplane": {"errors", "names", "workers", "transport"},
-    "control": {"errors", "workers", "transport"},
+    "control": {"errors", "names", "workers", "transport"},
     "mock": {"logs"},
 }
 

@@ -55,7 +55,7 @@ OTHERS_OPTIONS = {
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
-    *("--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
+    *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
 }
 
 

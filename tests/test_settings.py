@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from extproc import settings as settings_module
+from extproc.control.keys import ControlKey
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAlias
 from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
@@ -145,6 +146,12 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "host": ("::1", "'::1'", "::1"),
     "port": ("81", "81", 81),
     "api_key": ("secret", "secret", "secret"),
+    "control_plane_api_keys": (
+        "a:A:admin:k;b::user:l",
+        "['a:A:admin:k', 'b::user:l']",
+        (ControlKey.parse("a:A:admin:k"), ControlKey.parse("b::user:l")),
+    ),
+    "control_plane_open": ("true", "true", True),
     "max_payload_size": ("1024", "1024", 1024),
     "request_timeout_secs": ("0.5", "0.5", 0.5),
     "request_id_headers": ("X-One", "[X-One]", ("x-one",)),
@@ -537,7 +544,7 @@ def test_no_option_is_both_there_and_not_available() -> None:
         ("decode: [{url: 'a'}]\n", f"decode: 'a': {URL_SCHEME}"),
         ("decode: [1]\n", "decode: expected a URL"),
         ("decode: [{url: 'http://a', kv_role: 1}]\n", "decode: http://a: kv_role: unknown variant 1, expected"),
-        ("decode: [{url: 'http://a', runtime: mlx}]\n", "decode: http://a: runtime: unknown variant 'mlx'"),
+        ("decode: [{url: 'http://a', runtime: mlx}]\n", "decode: http://a: runtime: `mlx` is refused"),
         (
             "decode: [{url: 'http://a', kv_role: kv_producer}]\n",
             "decode: http://a: registered as decode, but kv_role is kv_producer",
@@ -588,3 +595,38 @@ def test_unknown_fields_of_the_model_are_refused() -> None:
     unknown: dict[str, Any] = {"prot": 1}
     with pytest.raises(ValidationError):
         Settings(**unknown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"control_plane_api_keys": ["a:A:admin"]}, "--control-plane-api-keys: Must be id:name:admin|user:key"),
+        (
+            {"control_plane_api_keys": ["a:A:root:s3cret"]},
+            "--control-plane-api-keys: Must be id:name:admin|user:key: the",
+        ),
+        (
+            {"control_plane_api_keys": ["a::user:s3cret", "a::user:s4cret"]},
+            "--control-plane-api-keys: the id 'a' is given more than once, or reserved",
+        ),
+        ({"control_plane_api_keys": ["api-key::user:s3cret"]}, "--control-plane-api-keys: the id 'api-key' is given"),
+        (
+            {"control_plane_api_keys": ["a::user:s3cret", "b::admin:s3cret"]},
+            "--control-plane-api-keys: each must have a key of its own, which is not --api-key either",
+        ),
+        (
+            {"control_plane_api_keys": ["a::user:s3cret"], "api_key": "s3cret"},
+            "--control-plane-api-keys: each must have",
+        ),
+        ({"control_plane_open": True, "api_key": "s3cret"}, "--control-plane-open is for a gateway without keys"),
+    ],
+)
+def test_keys_of_the_control_api_that_cannot_be(flags: dict[str, object], problem: str) -> None:
+    (said,) = problems(flags)
+    assert said.startswith(problem)
+    assert "s3cret" not in said
+
+
+def test_keys_are_not_shown() -> None:
+    settings = load({"control_plane_api_keys": ["a:A:admin:s3cret"], "api_key": "s4cret"})
+    assert "cret" not in repr(settings)

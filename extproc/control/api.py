@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
-from extproc.control.auth import auth_middleware
+from extproc.control.auth import Access, auth_middleware
 from extproc.control.fallback import json_errors
+from extproc.control.fleet_routes import FleetRoutes
 from extproc.control.info_routes import InfoRoutes
+from extproc.control.loads import LoadRoutes, OwnFigures, nothing_known
+from extproc.control.openapi import OpenApiRoutes
 from extproc.control.request_id import request_id_middleware
 from extproc.control.status_routes import StatusRoutes
+from extproc.control.trial_routes import TrialRoutes, Try, no_trial
 from extproc.control.worker_routes import WorkerRoutes
 from extproc.transport.address import SocketFile, TcpAddress, claim_socket_file, parse_address
 from extproc.workers.client import WorkerClient
@@ -24,8 +28,15 @@ _LARGEST_BODY = 1 << 20  # bytes; a worker specification is some hundred
 class ControlApi:
     """Serves ``registry`` at ``address``: ``unix:/path`` or ``host:port`` (IPv6 host in brackets, port 0 for any).
 
-    ``api_key`` None leaves the API open. ``client`` asks workers for what is passed on from them. ``model_aliases`` are
-    further names of models.
+    Args:
+        registry: the workers.
+        client: asks workers for what is passed on from them.
+        address: where to serve.
+        access: who may do what; by default anybody may read, and whoever is on this machine may change things.
+        model_aliases: further names of models.
+        request_id_headers: where a client's own request id is looked for.
+        engine_loads: what a worker's engine says of its load, for ``/get_loads``.
+        try_pair: has a pair answer a request, for ``/health_generate``.
     """
 
     def __init__(
@@ -34,20 +45,34 @@ class ControlApi:
         client: WorkerClient,
         address: str,
         *,
-        api_key: str | None = None,
+        access: Access | None = None,
         request_id_headers: Sequence[str] = REQUEST_ID_HEADERS,
         model_aliases: Mapping[str, str] | None = None,
+        engine_loads: OwnFigures = nothing_known,
+        try_pair: Try = no_trial,
     ) -> None:
         self._address = parse_address(address)
         self._socket: SocketFile | None = None
         self._draining = False
+        access = access or Access()
         app = web.Application(
-            middlewares=[request_id_middleware(request_id_headers), json_errors, auth_middleware(api_key)],
+            middlewares=[
+                request_id_middleware(request_id_headers),
+                json_errors,  # of the next one
+                auth_middleware(access),
+                json_errors,  # of what is let in, so that the former can write down what was answered
+            ],
             client_max_size=_LARGEST_BODY,
         )
         app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}).routes())
         app.add_routes(WorkerRoutes(registry).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
+        app.add_routes(LoadRoutes(registry, engine_loads).routes())
+        app.add_routes(FleetRoutes(registry, client).routes())
+        trials = TrialRoutes(registry, try_pair)
+        app.add_routes(trials.routes())
+        app.on_shutdown.append(trials.stop)
+        app.add_routes(OpenApiRoutes(access).routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LONGEST_HANDLER)
 
     async def start(self) -> None:

@@ -25,6 +25,8 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         return fault(404, "not_found", f"Invalid URL ({request.method} {request.path})")
     except web.HTTPRequestEntityTooLarge as error:
         return fault(413, "payload_too_large", error.text or "The body is too large")
+    except ConnectionResetError:  # the client left before its body was here: an answer to nobody
+        return fault(400, "invalid_request", "The request was not sent completely")
     except web.HTTPException as error:
         return fault(error.status, "invalid_request", error.reason)
     except Exception:

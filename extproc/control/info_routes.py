@@ -59,6 +59,20 @@ def _without_secrets(body: bytes) -> bytes:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body
-    if not isinstance(value, dict) or not any(value.get(name) for name in _SECRETS):
-        return body
-    return orjson.dumps({name: item for name, item in value.items() if name not in _SECRETS})
+    return orjson.dumps(value) if _remove_secrets(value) else body
+
+
+def _remove_secrets(value: object) -> bool:
+    """Remove secrets from ``value`` at any depth (SGLang: ``internal_states`` repeat its settings); were there any?"""
+    found = False
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            for name in [name for name in _SECRETS if item.get(name)]:
+                del item[name]
+                found = True
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+    return found

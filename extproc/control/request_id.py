@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+REQUEST_ID = web.RequestKey("request_id", str)
 _ALPHABET = string.ascii_letters + string.digits
 _LONGEST = 128
 
@@ -18,8 +19,9 @@ def request_id_middleware(headers: Sequence[str]) -> Middleware:
 
     @web.middleware
     async def add_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_id = request[REQUEST_ID] = _given(request, headers) or _made()
         response = await handler(request)
-        response.headers["x-request-id"] = _given(request, headers) or _made()
+        response.headers["x-request-id"] = request_id
         return response
 
     return add_request_id

@@ -1,13 +1,11 @@
-"""Liveness, readiness, models and load."""
+"""Liveness, readiness and models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 
 from aiohttp import web
 
-from extproc import __version__
 from extproc.control.replies import fault, reply
 from extproc.workers.registry import Registry
 
@@ -28,7 +26,6 @@ class StatusRoutes:
             web.get("/readiness", self._ready),
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
-            web.get("/get_loads", self._loads),
         ]
 
     async def _alive(self, _request: web.Request) -> web.Response:
@@ -65,26 +62,3 @@ class StatusRoutes:
         alias_of = {"alias_of": self._aliases[model]} if model in self._aliases else {}
         ours = {"id": model, "object": "model", "owned_by": "self_hosted", **alias_of}
         return {"created": 0, **self._registry.listed(self._aliases.get(model, model)), **ours}
-
-    async def _loads(self, _request: web.Request) -> web.Response:
-        """What this gateway has under way per worker; the engines' own figures are not asked for."""
-        loads = [
-            {
-                "worker": str(worker.url),
-                "worker_type": worker.role.value,
-                "dp_rank": 0,
-                "num_running_reqs": worker.load,
-                "num_total_reqs": worker.load,
-            }
-            for worker in self._registry
-        ]
-        total = sum(worker.load for worker in self._registry)
-        return reply(
-            {
-                "timestamp": datetime.now(UTC).isoformat(),
-                "version": f"pd-extproc-{__version__}",
-                "dp_rank_count": len(loads),
-                "loads": loads,
-                "aggregate": {"total_running_reqs": total, "total_reqs": total},
-            }
-        )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from extproc.workers.kv_engines import shown_id
 from extproc.workers.pairing import pairing_key
+from extproc.workers.registration import said
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status, Worker
 
-# Accepted and echoed for the peer's clients: connecting is tried for as long as the worker is registered.
+# Shown for the peer's clients: connecting is tried for as long as the worker is registered.
 _MAX_CONNECTION_ATTEMPTS = 20
 
 
@@ -31,7 +31,7 @@ def worker_list(registry: Registry, model: str | None) -> dict[str, object]:
 def worker_details(registry: Registry, worker: Worker) -> dict[str, object]:
     """``GET /workers/{id}``: as in the list, and what is being done with the worker."""
     info = worker_info(registry, worker)
-    job = _job(worker, joined=registry.has_joined(worker))
+    job = _job(worker, joined=registry.has_joined(worker), replaced=registry.is_replaced(worker))
     if job is not None:
         kind, state = job
         info["job_status"] = {
@@ -47,7 +47,6 @@ def worker_details(registry: Registry, worker: Worker) -> dict[str, object]:
 def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
     """The worker's fields; those that say nothing are left out, and the API key always is."""
     spec = registry.spec(worker)
-    health = {name: value for name, value in asdict(spec.health).items() if value is not None}
     optional: dict[str, object] = {
         "models": worker.cards,
         "labels": worker.labels,
@@ -55,7 +54,10 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "kv_connector": worker.kv_connector,
         "kv_role": worker.kv_role,
         "kv_engine_id": spec.kv.engine_id or shown_id(worker.kv_engines),
-        "health": health,
+        "health": said(spec.health),
+        "resilience": said(spec.resilience),
+        "overload": said(spec.overload),
+        "load_monitor_interval_secs": spec.load_monitor_interval_secs,
         # Ours: the peer says nothing of why a worker is out.
         "status_reason": registry.trouble(worker),
     }
@@ -68,7 +70,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "runtime_type": worker.runtime,
         "priority": worker.priority,
         "cost": worker.cost,
-        "max_connection_attempts": _MAX_CONNECTION_ATTEMPTS,
+        "max_connection_attempts": spec.max_connection_attempts or _MAX_CONNECTION_ATTEMPTS,
         **{name: value for name, value in optional.items() if value},
         "is_healthy": worker.usable,
         "status": worker.status.value,
@@ -82,10 +84,10 @@ def _count(workers: Iterable[Worker], role: Role) -> int:
     return sum(worker.role is role for worker in workers)
 
 
-def _job(worker: Worker, *, joined: bool) -> tuple[str, str] | None:
+def _job(worker: Worker, *, joined: bool, replaced: bool) -> tuple[str, str] | None:
     """What is being done with the worker, in the peer's words; adding it goes on even after it has "failed"."""
     if worker.status is Status.DRAINING:
         return "RemoveWorker", "processing"
     if joined:
         return None
-    return "AddWorker", "failed" if worker.status is Status.FAILED else "processing"
+    return "UpdateWorker" if replaced else "AddWorker", "failed" if worker.status is Status.FAILED else "processing"

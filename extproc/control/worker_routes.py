@@ -1,4 +1,4 @@
-"""``/workers``: registering, showing and removing workers, with the peer's statuses and JSON."""
+"""``/workers``: registering, showing, changing and removing workers, with the peer's statuses and JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import uuid
 
 from aiohttp import web
 
+from extproc.control.auth import AUDIT
 from extproc.control.replies import reply, worker_fault
 from extproc.control.worker_info import worker_details, worker_list
-from extproc.control.worker_spec import SpecError, parse_worker_spec
-from extproc.workers.registry import Registry, WorkerExistsError
+from extproc.control.worker_spec import SpecError, fields_of, parse_worker_patch, parse_worker_spec
+from extproc.workers.registry import Registry, WorkerExistsError, WorkerLeavesError
+from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Worker
 
 
@@ -25,6 +27,8 @@ class WorkerRoutes:
             web.get("/workers", self._list),
             web.post("/workers", self._add),
             web.get("/workers/{id}", self._show),
+            web.put("/workers/{id}", self._replace),
+            web.patch("/workers/{id}", self._change),
             web.delete("/workers/{id}", self._remove),
         ]
 
@@ -35,23 +39,23 @@ class WorkerRoutes:
         try:
             spec = parse_worker_spec(await request.read())
             worker = self._registry.add(spec)
-        except ConnectionResetError:
-            return worker_fault(400, "BAD_REQUEST", "the request was not sent completely")  # to nobody: the client left
         except SpecError as error:
             return worker_fault(400, "BAD_REQUEST", str(error))
         except WorkerExistsError as error:
-            return worker_fault(409, "WORKER_ALREADY_EXISTS", f"{error}. DELETE /workers/{error.worker.id} first.")
+            return worker_fault(
+                409,
+                "WORKER_ALREADY_EXISTS",
+                f"{error}. PUT or PATCH /workers/{error.worker.id} changes it; DELETE removes it first.",
+            )
         location = f"/workers/{worker.id}"
-        accepted: dict[str, object] = {
-            "status": "accepted",
-            "worker_id": worker.id,
-            "url": str(worker.url),
-            "location": location,
-            "message": "Worker addition queued for background processing",
-        }
-        if spec.idle:  # ours
-            accepted["warnings"] = spec.idle
-        response = reply(accepted, 202)
+        _audit(request, worker)
+        response = _accepted(
+            worker,
+            spec,
+            "Worker addition queued for background processing",
+            url=str(worker.url),
+            location=location,
+        )
         response.headers["location"] = location
         return response
 
@@ -59,11 +63,44 @@ class WorkerRoutes:
         found = self._find(request)
         return found if isinstance(found, web.Response) else reply(worker_details(self._registry, found))
 
+    async def _replace(self, request: web.Request) -> web.Response:
+        found = self._find(request)
+        if isinstance(found, web.Response):
+            return found
+        try:
+            spec = parse_worker_spec(await request.read())
+            _check_same(found, spec)
+            self._registry.replace(found, spec)
+        except SpecError as error:
+            return worker_fault(400, "BAD_REQUEST", str(error))
+        except WorkerLeavesError as error:
+            return worker_fault(409, "WORKER_REMOVAL_IN_PROGRESS", str(error))
+        _audit(request, found)
+        return _accepted(found, spec, "Worker replacement queued for background processing")
+
+    async def _change(self, request: web.Request) -> web.Response:
+        found = self._find(request)
+        if isinstance(found, web.Response):
+            return found
+        try:
+            body = await request.read()
+            if self._registry.get(found.id) is None:  # meanwhile
+                raise WorkerLeavesError(f"Worker {found.id} is being removed")
+            spec = parse_worker_patch(body, self._registry.spec(found))
+            self._registry.change(found, spec)
+        except SpecError as error:
+            return worker_fault(400, "BAD_REQUEST", str(error))
+        except WorkerLeavesError as error:
+            return worker_fault(409, "WORKER_REMOVAL_IN_PROGRESS", str(error))
+        _audit(request, found, fields=",".join(fields_of(body)))
+        return _accepted(found, spec, "Worker update queued for background processing")
+
     async def _remove(self, request: web.Request) -> web.Response:
         found = self._find(request)
         if isinstance(found, web.Response):
             return found
         self._registry.remove(found)
+        _audit(request, found)
         message = "Worker removal queued for background processing"
         return reply({"status": "accepted", "worker_id": found.id, "message": message}, 202)
 
@@ -75,3 +112,23 @@ class WorkerRoutes:
             return worker_fault(400, "BAD_REQUEST", f"Invalid worker id '{given}': expected a UUID")
         worker = self._registry.get(worker_id)
         return worker or worker_fault(404, "WORKER_NOT_FOUND", f"Worker {worker_id} not found")
+
+
+def _check_same(worker: Worker, spec: WorkerSpec) -> None:
+    """Raise SpecError when ``spec`` is of another worker than ``worker``."""
+    if spec.url != worker.url:
+        raise SpecError(f"URL must match: worker {worker.id} is at {worker.url}, not {spec.url}")
+    if spec.role is not worker.role:
+        role = worker.role.value
+        raise SpecError(f"`worker_type` cannot change: worker {worker.id} is a {role} worker; DELETE and POST it")
+
+
+def _accepted(worker: Worker, spec: WorkerSpec, message: str, **more: object) -> web.Response:
+    accepted: dict[str, object] = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
+    if warnings := (*spec.idle, *spec.unused):  # ours
+        accepted["warnings"] = warnings
+    return reply(accepted, 202)
+
+
+def _audit(request: web.Request, worker: Worker, **more: object) -> None:
+    request[AUDIT] = {"worker": worker.name, "role": worker.role.value, "worker_id": worker.id, **more}

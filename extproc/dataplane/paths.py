@@ -52,5 +52,10 @@ CONTROL_PATHS = (
     "/get_model_info",
     "/server_info",
     "/model_info",
+    "/health_generate",
+    "/flush_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/openapi.json",
 )
 CONTROL_PREFIXES = ("/workers/", "/v1/models/")

@@ -30,6 +30,7 @@ from extproc.dataplane.paths import (
 )
 from extproc.errors import CATALOGUE, error_body
 from extproc.names import (
+    CLIENT_ADDRESS,
     CLIENT_LISTENER,
     CLUSTER,
     CONTROL_CLUSTER,
@@ -140,7 +141,12 @@ def _egress_route(cluster: str, config: DataplaneConfig) -> Route:
 
 
 def _control_route(match: RouteMatch) -> Route:
-    return Route(match=match, route=RouteAction(cluster=CONTROL_CLUSTER, timeout=seconds(0)))
+    return Route(
+        match=match,
+        route=RouteAction(cluster=CONTROL_CLUSTER, timeout=seconds(0)),
+        # In x-forwarded-for Envoy names itself where the client is on its machine.
+        request_headers_to_add=[set_header(CLIENT_ADDRESS, "%DOWNSTREAM_DIRECT_REMOTE_ADDRESS_WITHOUT_PORT%")],
+    )
 
 
 def _wrong_method(path: str) -> Route:

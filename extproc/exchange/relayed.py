@@ -55,6 +55,7 @@ class RelayedCourse:
         placed: where, the first time.
         choice: finds others.
         attempts: at it, until now.
+        outlet: where its answer goes, if not to Envoy's client.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class RelayedCourse:
         placed: Placed,
         choice: Choice,
         attempts: Attempts,
+        outlet: Outlet | None = None,
     ) -> None:
         """Raises GatewayError when the request cannot be split."""
         self._session = session
@@ -102,7 +104,7 @@ class RelayedCourse:
         self._answer = joined_answer(request, joint)
         self._headers: Sequence[Header] = ()
         self._late: LateReply | None = None
-        self._outlet: Outlet = LocalReply(session)
+        self._outlet: Outlet = outlet or LocalReply(session)
 
     # -- Course ---------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ def _add_vllm(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--load-failure-delay", type=float, default=5.0, help="decode: seconds until it gives up")
     group.add_argument("--old-engine", action="store_true", help="prefill: no parameters after a stop token")
+    group.add_argument("--dev-mode", action="store_true", help="as VLLM_SERVER_DEV_MODE=1: /reset_prefix_cache")
+    group.add_argument("--profiler", action="store_true", help="as --profiler-config: /start_profile, /stop_profile")
     group.add_argument("--no-token-ids", action="store_true", help="prompt_token_ids for a chat are ignored")
     group.add_argument("--no-prompt-tokens-details", action="store_true", help="usage does not tell cached tokens")
 
@@ -128,6 +130,8 @@ def _vllm(options: argparse.Namespace) -> VllmMock:
         recompute=options.kv_load_failure_policy == "recompute",
         load_failure_delay=options.load_failure_delay,
         old_engine=options.old_engine,
+        dev_mode=options.dev_mode,
+        profiler=options.profiler,
         knows_token_ids=not options.no_token_ids,
         prompt_tokens_details=not options.no_prompt_tokens_details,
     )

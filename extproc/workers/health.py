@@ -82,6 +82,8 @@ class Monitor:
             self._watch(worker)
         elif worker.status is Status.DRAINING:
             self._forget(worker.id)
+        elif change is Change.SPEC:
+            self._respecified(worker)
 
     def _watch(self, worker: Worker) -> None:
         if worker.status is Status.DRAINING:
@@ -100,6 +102,15 @@ class Monitor:
         )
         self._watches[worker.id] = watch
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(watch.run(), name=f"watch-{worker.id}")
+
+    def _respecified(self, worker: Worker) -> None:
+        """The worker's registration is another: one that has to join (again) is watched from the beginning."""
+        watch = self._watches.get(worker.id)
+        if watch is not None and self._registry.has_joined(worker):
+            watch.respecified(self._settings.overridden(self._registry.spec(worker).health))
+        elif self._unsubscribe is not None:
+            self._forget(worker.id)
+            self._watch(worker)
 
     def _forget(self, worker_id: str) -> None:
         if self._watches.pop(worker_id, None) is not None:

@@ -69,21 +69,21 @@ class HealthState:
     any                     1 result that shows it is the wrong kind   FAILED
     ======================  =========================================  =========
 
-    FAILED only says that the trouble lasts; probing goes on.
+    FAILED only says that the trouble lasts; probing goes on. ``settings`` may be set anew at any time.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
         self.status = Status.PENDING
         self.failures = 0
         self.successes = 0
-        self._settings = settings
+        self.settings = settings
         self._was_ready = False
 
     def succeeded(self) -> Status:
         """A probe found the worker healthy."""
         self.failures = 0
         self.successes += 1
-        needed = self._settings.success_threshold if self._was_ready else 1
+        needed = self.settings.success_threshold if self._was_ready else 1
         if self.status is not Status.READY and self.successes >= needed:
             self.status = Status.READY
             self._was_ready = True
@@ -93,7 +93,7 @@ class HealthState:
         """A probe failed."""
         self.successes = 0
         self.failures += 1
-        threshold = self._settings.failure_threshold
+        threshold = self.settings.failure_threshold
         if self.status is Status.READY and self.failures >= threshold:
             self.status = Status.NOT_READY
             self.failures = 0

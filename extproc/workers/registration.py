@@ -7,41 +7,30 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from extproc.workers import registration_body as form
 from extproc.workers.kv_config import KvConfig, KvConfigError, kv_config
-from extproc.workers.spec import HealthOverrides, WorkerSpec
+from extproc.workers.refusals import NAMES, REFUSED_WHOLE, is_refused, refusals
+from extproc.workers.spec import HealthOverrides, Overload, Resilience, WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
-
-# Fields of the peer's WorkerSpec that would change what happens, and do not yet.
-_NOT_YET = frozenset(
-    {
-        "kv_block_size",
-        "dp_base_url",
-        "dp_rank",
-        "dp_size",
-        "http_pool",
-        "resilience",
-        "overload",
-        "load_monitor_interval_secs",
-        "multimodal_tensor_transport",
-        "multimodal_shm_min_bytes",
-        "provider",
-        "zmq_handshake_address",
-    }
-)
-
-_OTHER_ROLES = ("regular", "encode")  # the peer's, which serves them
 
 # Labels that mean the field of the same name, as with the peer, for registrars that know labels only.
 _LIFTED = ("kv_connector", "kv_role", "kv_engine_id", "bootstrap_port")
-
-_Positive = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Text = Annotated[str, Field(min_length=1)]
-_Port = Annotated[int, Field(ge=1, le=65535)]
+_RANKS = "dp_size"  # a field that means the label of the same name
+_KV = ("kv_connector", "kv_role", "kv_engine_id")
+_GROUPS: Mapping[str, type[BaseModel]] = {
+    "health": form.Health,
+    "resilience": form.Resilience,
+    "overload": form.Overload,
+}
+# What answers have and registrations do not.
+_SHOWN_ONLY = frozenset(
+    {"id", "model_id", "is_healthy", "status", "status_reason", "load", "http2", "pd_pairing", "job_status"}
+)
 
 
 class RegistrationError(ValueError):
@@ -52,63 +41,86 @@ class FormError(RegistrationError):
     """A field is missing, unknown or of the wrong type; the message names it."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Card(BaseModel):
-    """A model card; what else it says is kept as it is."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    id: _Text
-
-
-class _Health(_Strict):
-    timeout_secs: _Seconds | None = None
-    check_interval_secs: _Seconds | None = None
-    success_threshold: _Positive | None = None
-    failure_threshold: _Positive | None = None
-    disable_health_check: bool | None = None
-    drain_settle_secs: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-
-
-class _Body(_Strict):
-    url: str
-    worker_type: Literal["prefill", "decode"]
-    connection_mode: Literal["http"] = "http"
-    runtime_type: Annotated[
-        Literal["unspecified", "sglang", "vllm"], Field(validation_alias=AliasChoices("runtime_type", "runtime"))
-    ] = "unspecified"
-    models: list[_Card] = Field(default_factory=list)
-    labels: dict[str, str] = Field(default_factory=dict)
-    priority: Annotated[int, Field(ge=0, le=2**32 - 1)] = 50
-    cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    api_key: Annotated[str, Field(pattern=r"^[\x20-\x7e]+$")] | None = None
-    bootstrap_port: _Port | None = None
-    kv_connector: _Text | None = None
-    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
-    kv_engine_id: _Text | None = None
-    # Ours: the value of the engine's --kv-transfer-config, as an object or as text.
-    kv_transfer_config: dict[str, Any] | str | None = None
-    max_connection_attempts: _Positive | None = None
-    health: _Health = Field(default_factory=_Health)
-
-
 def registration(value: Mapping[str, Any]) -> WorkerSpec:
     """What a registration's fields say. Raises InvalidUrlError, FormError, RegistrationError."""
-    value = {name: given for name, given in value.items() if given is not None or name not in _NOT_YET}
-    role = value.get("worker_type")
-    if role in _OTHER_ROLES:
-        raise RegistrationError(f"worker_type: `{role}` workers are not served here; expected `prefill` or `decode`")
-    if later := sorted(_NOT_YET & value.keys()):
-        raise RegistrationError(f"not supported yet: {', '.join(f'`{name}`' for name in later)}")
+    value = _without_refused(value)
     try:
-        return _spec(_Body.model_validate(_lifted(value)))
+        return _spec(form.Body.model_validate(_ranks_as_label(_lifted(value))))
     except ValidationError as error:
-        raise FormError("; ".join(_problem(item) for item in error.errors())) from None
+        raise FormError(_problems(error, form.Body)) from None
     except KvConfigError as error:
         raise RegistrationError(str(error)) from None
+
+
+def patched(spec: WorkerSpec, patch: Mapping[str, Any]) -> WorkerSpec:
+    """``spec`` with the fields of ``patch`` instead; null takes a field or a label back to its default.
+
+    The rest stays, be it given or not; labels, health, resilience and overload are merged. Raises as
+    :func:`registration`.
+    """
+    for name in form.FIXED:
+        if name in patch and patch[name] != as_registration(spec)[name]:
+            raise RegistrationError(f"`{name}` cannot change: DELETE the worker and register the other one")
+    patch = _without_refused({name: given for name, given in patch.items() if name not in form.FIXED})
+    try:
+        form.Patch.model_validate(patch)
+    except ValidationError as error:
+        raise FormError(_problems(error, form.Patch)) from None
+    changed = registration(_merged(as_registration(spec), _lifted(dict(patch))))
+    if "kv_engine_id" in patch:
+        return changed
+    return replace(changed, engine_id_named=spec.engine_id_named and bool(changed.kv.engine_id))
+
+
+def as_registration(spec: WorkerSpec) -> dict[str, Any]:
+    """The fields that say ``spec``: what :func:`registration` would read it from."""
+    optional = {
+        "models": [dict(card) for card in spec.cards],
+        "labels": dict(spec.labels),
+        "runtime_type": spec.runtime,
+        "api_key": spec.api_key,
+        "bootstrap_port": spec.bootstrap_port,
+        "kv_connector": spec.kv.connector,
+        "kv_role": spec.kv.role,
+        "kv_engine_id": spec.kv.engine_id,
+        "max_connection_attempts": spec.max_connection_attempts,
+        "load_monitor_interval_secs": spec.load_monitor_interval_secs,
+        "health": said(spec.health),
+        "resilience": said(spec.resilience),
+        "overload": said(spec.overload),
+    }
+    return {
+        "url": str(spec.url),
+        "worker_type": spec.role.value,
+        "priority": spec.priority,
+        "cost": spec.cost,
+        **{name: value for name, value in optional.items() if value},
+    }
+
+
+def said(group: HealthOverrides | Resilience | Overload) -> dict[str, Any]:
+    """The members that are given, as JSON has them."""
+    members = {name: value for name, value in asdict(group).items() if value is not None}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in members.items()}
+
+
+def _without_refused(value: Mapping[str, Any]) -> dict[str, Any]:
+    """``value``, less what says nothing. Raises RegistrationError for what is known and not served."""
+    if found := list(refusals(value)):
+        raise RegistrationError("; ".join(found))
+    return {
+        name: _without_null(name, given)
+        for name, given in value.items()
+        if not (given is None and name in NAMES and name not in form.Body.model_fields) and name not in REFUSED_WHOLE
+    }
+
+
+def _without_null(name: str, given: Any) -> Any:
+    """``given``, less the null members that only the peer knows."""
+    group = _GROUPS.get(name)
+    if group is None or not isinstance(given, Mapping):
+        return given
+    return {member: item for member, item in given.items() if item is not None or not is_refused(f"{name}.{member}")}
 
 
 def _lifted(value: dict[str, Any]) -> dict[str, Any]:
@@ -125,12 +137,44 @@ def _lifted(value: dict[str, Any]) -> dict[str, Any]:
     return {**found, **given, "labels": rest}
 
 
-def _spec(body: _Body) -> WorkerSpec:
+def _ranks_as_label(value: dict[str, Any]) -> dict[str, Any]:
+    """The body with its number of ranks in its labels too, where engines' own is. Raises RegistrationError."""
+    ranks, labels = value.get(_RANKS), value.get("labels", {})
+    if type(ranks) is not int or not isinstance(labels, dict):
+        return value
+    if labels.setdefault(_RANKS, str(ranks)) != str(ranks):
+        raise RegistrationError(f"{_RANKS} is {ranks}, but the label {_RANKS} is {labels[_RANKS]!r}")
+    return {**value, "labels": labels}
+
+
+def _merged(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    if patch.get("kv_transfer_config") is not None:  # says all of it anew
+        for name in _KV:
+            document.pop(name, None)
+    if _RANKS in patch:
+        document.get("labels", {}).pop(_RANKS, None)
+    if "runtime" in patch:
+        document.pop("runtime_type", None)
+    for name, given in patch.items():
+        if given is None:
+            document.pop(name, None)
+        elif name in form.MERGED:
+            members = {**document.get(name, {}), **given}
+            document[name] = {member: value for member, value in members.items() if value is not None}
+        else:
+            document[name] = given
+    return document
+
+
+def _spec(body: form.Body) -> WorkerSpec:
     role = Role(body.worker_type)
-    said = KvConfig(body.kv_connector or "", body.kv_role or "", body.kv_engine_id or "")
-    kv = kv_config(role, said, body.kv_transfer_config)
+    named = KvConfig(body.kv_connector or "", body.kv_role or "", body.kv_engine_id or "")
+    kv = kv_config(role, named, body.kv_transfer_config)
     if kv.connector and body.runtime_type == "sglang":
         raise RegistrationError(f"kv_connector {kv.connector}: SGLang workers have none")
+    resilience = body.resilience.model_dump()
+    if (codes := resilience["capacity_status_codes"]) is not None:
+        resilience["capacity_status_codes"] = tuple(codes)
     return WorkerSpec(
         url=WorkerUrl.parse(body.url),
         role=role,
@@ -142,27 +186,38 @@ def _spec(body: _Body) -> WorkerSpec:
         labels=body.labels,
         runtime=None if body.runtime_type == "unspecified" else body.runtime_type,
         kv=kv,
-        engine_id_named=bool(said.engine_id),
+        engine_id_named=bool(named.engine_id),
         health=HealthOverrides(**body.health.model_dump()),
+        resilience=Resilience(**resilience),
+        overload=Overload(**body.overload.model_dump()),
+        load_monitor_interval_secs=body.load_monitor_interval_secs,
+        max_connection_attempts=body.max_connection_attempts,
     )
 
 
-def _problem(item: Any) -> str:
+def _problems(error: ValidationError, model: type[BaseModel]) -> str:
+    return "; ".join(_problem(item, model) for item in error.errors())
+
+
+def _problem(item: Any, model: type[BaseModel]) -> str:
     field = ".".join(str(part) for part in item["loc"])
     match item["type"]:
         case "missing" if field == "worker_type":
             return "missing field `worker_type`: expected `prefill` or `decode`"
         case "missing":
             return f"missing field `{field}`"
+        case "extra_forbidden" if field in _SHOWN_ONLY:
+            return f"unknown field `{field}`: it is only shown"
         case "extra_forbidden":
-            return f"unknown field `{field}`{_nearest(item['loc'])}"
+            return f"unknown field `{field}`{_nearest(item['loc'], model)}"
         case "literal_error":
             return f"{field}: unknown variant {item['input']!r}, expected one of {item['ctx']['expected']}"
     message = str(item["msg"])
     return f"{field}: {message.removeprefix('Input should be ').replace('a valid', 'expected a valid', 1)}"
 
 
-def _nearest(loc: tuple[str | int, ...]) -> str:
-    known = [*(_Health if loc[0] == "health" else _Body).model_fields, *_NOT_YET]
+def _nearest(loc: tuple[str | int, ...], model: type[BaseModel]) -> str:
+    group = _GROUPS.get(str(loc[0])) if len(loc) > 1 else None
+    known = (group or model).model_fields if group else [*model.model_fields, *NAMES]
     matches = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
     return f"; did you mean `{matches[0]}`?" if matches else ""

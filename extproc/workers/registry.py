@@ -15,15 +15,15 @@ from enum import Enum
 
 from extproc.workers.addresses import Addresses
 from extproc.workers.connectors import BY_FIELDS
+from extproc.workers.from_spec import named_engines, take_over
 from extproc.workers.identity import new_worker_id
-from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.spec import WorkerSpec
-from extproc.workers.worker import MOONCAKE, KvEngine, Role, Status, Worker
+from extproc.workers.worker import KvEngine, Role, Status, Worker
 
 Subscriber = Callable[[Worker, "Change"], None]
 
@@ -36,8 +36,13 @@ class Change(Enum):
     ADDED = "added"
     STATUS = "status"  # its status is another
     IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
+    SPEC = "spec"  # its registration is another: whoever goes by it reads it again
     ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
     REMOVED = "removed"  # gone: no request is under way to it and Envoy does not know it
+
+
+class WorkerLeavesError(Exception):
+    """The worker is being removed; nothing of it can be changed any more."""
 
 
 class WorkerExistsError(Exception):
@@ -53,7 +58,9 @@ class _Record:
     worker: Worker
     spec: WorkerSpec
     changed: float = 0.0  # time.time() of the last change of status
-    joined: bool = False  # it has been READY
+    joined: bool = False  # it has been READY since it was registered
+    replaced: bool = False  # registered anew under its id
+    found: Metadata | None = None  # what it last said of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +157,12 @@ class Registry:
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
     def has_joined(self, worker: Worker) -> bool:
-        """Whether the worker has ever been READY. Raises KeyError when the worker is gone."""
+        """Whether the worker has been READY since it was last registered. Raises KeyError when it is gone."""
         return self._records[worker.id].joined
+
+    def is_replaced(self, worker: Worker) -> bool:
+        """Whether the registration is not the worker's first. Raises KeyError when the worker is gone."""
+        return self._records[worker.id].replaced
 
     def models(self) -> tuple[str, ...]:
         """Every model id that a registered worker, in whatever state, is known to serve."""
@@ -180,30 +191,43 @@ class Registry:
         key = (str(spec.url), spec.role)
         if key in self._by_url:
             raise WorkerExistsError(self._by_url[key].worker)
-        worker = Worker(
-            id=new_worker_id(),
-            url=spec.url,
-            role=spec.role,
-            model_ids=spec.model_ids,
-            bootstrap_port=spec.bootstrap_port,
-            api_key=spec.api_key,
-            priority=spec.priority,
-            cost=spec.cost,
-            labels=dict(spec.labels),
-            cards=spec.cards,
-            kv_connector=spec.kv.connector,
-            kv_role=spec.kv.role,
-        )
-        # Only vLLM has connectors.
-        worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
-        worker.update_pairing()
-        if spec.role is Role.PREFILL and spec.kv.connector == MOONCAKE:
-            worker.kv_engines = of_registration(spec.kv.engine_id, spec.labels)
+        worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
+        take_over(spec, worker)
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
         self._tell(worker, Change.ADDED)
         return worker
+
+    def change(self, worker: Worker, spec: WorkerSpec) -> None:
+        """Let the worker have another registration: from now on, and without leaving rotation.
+
+        What it has said of itself holds where ``spec`` says nothing. ``spec`` is of the same URL and role. Raises
+        WorkerLeavesError.
+        """
+        record = self._registered(worker)
+        former, record.spec = record.spec, spec
+        engines = worker.kv_engines
+        take_over(spec, worker)
+        if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
+            worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
+        _logger.info("worker changed", extra=_named(worker))
+        if record.found is not None:
+            self.describe(worker, record.found)
+        self._tell(worker, Change.SPEC)
+
+    def replace(self, worker: Worker, spec: WorkerSpec) -> None:
+        """Register the worker anew under its id: it is PENDING until it has been found healthy and what it now is.
+
+        Requests under way go on. ``spec`` is of the same URL and role. Raises WorkerLeavesError.
+        """
+        record = self._registered(worker)
+        record.spec, record.found = spec, None
+        record.joined, record.replaced = False, True
+        take_over(spec, worker)
+        worker.listed, worker.takes_token_ids = (), False
+        self._set_status(record, Status.PENDING, "")
+        self._tell(worker, Change.SPEC)
 
     def remove(self, worker: Worker) -> None:
         """Give the worker no more requests, let those under way end, then forget it. Repeating it changes nothing."""
@@ -244,11 +268,10 @@ class Registry:
         record = self._records.get(worker.id)
         if record is None:
             return
-        spec = record.spec
+        spec, record.found = record.spec, found
         layout = found.layout if worker.kv_connector in BY_FIELDS else {}
         worker.labels = {**found.labels, **layout, **spec.labels}
         worker.runtime = spec.runtime or found.runtime or worker.runtime
-        worker.enforces_handshake = spec.kv.enforces_handshake
         worker.takes_token_ids = found.takes_token_ids
         worker.listed = found.listed
         if not spec.cards:
@@ -275,6 +298,12 @@ class Registry:
             self._addresses.place(worker, ip)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _registered(self, worker: Worker) -> _Record:
+        record = self._records.get(worker.id)
+        if record is None or worker.status is Status.DRAINING:
+            raise WorkerLeavesError(f"Worker {worker.id} is being removed")
+        return record
 
     def _known(self) -> dict[str, None]:
         if self._models is None:

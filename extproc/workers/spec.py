@@ -22,6 +22,26 @@ class HealthOverrides:
 
 
 @dataclass(frozen=True, slots=True)
+class Resilience:
+    """Circuit breaker settings of one worker; None takes the fleet's. Names and units are those of the control API."""
+
+    cb_failure_threshold: int | None = None
+    cb_success_threshold: int | None = None
+    cb_timeout_secs: float | None = None
+    cb_window_secs: float | None = None
+    disable_circuit_breaker: bool | None = None
+    capacity_status_codes: tuple[int, ...] | None = None  # answers that say "full", not "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """When one worker counts as overloaded; None takes the fleet's. Names are those of the control API."""
+
+    waiting_requests: int | None = None
+    token_usage: float | None = None  # share of the KV cache in use, above 0 and up to 1
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """A registration. What is left out here is learnt from the worker (:mod:`extproc.workers.metadata`)."""
 
@@ -37,6 +57,10 @@ class WorkerSpec:
     kv: KvConfig = field(default_factory=KvConfig)  # vLLM's HTTP server does not tell its connector
     engine_id_named: bool = False  # given by itself, not as one of many things in the engine's own configuration
     health: HealthOverrides = HealthOverrides()
+    resilience: Resilience = Resilience()
+    overload: Overload = Overload()
+    load_monitor_interval_secs: float | None = None
+    max_connection_attempts: int | None = None  # of no effect: connecting is tried for as long as it is registered
 
     @property
     def model_ids(self) -> tuple[str, ...]:
@@ -54,4 +78,18 @@ class WorkerSpec:
             found.append("bootstrap_port is of no effect: only prefill workers have a bootstrap server")
         elif self.bootstrap_port is not None and self.kv.connector not in ("", MOONCAKE):
             found.append(f"bootstrap_port is of no effect with {self.kv.connector}")
+        return tuple(found)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """What of the peer's registrations is kept and shown, and changes nothing whatever the worker; for people."""
+        found = []
+        if self.priority != 50:
+            found.append("priority is of no effect: no policy here looks at it")
+        if self.cost != 1.0:
+            found.append("cost is of no effect: no policy here looks at it")
+        if self.max_connection_attempts is not None:
+            found.append("max_connection_attempts is of no effect: connecting is tried as long as it is registered")
+        if self.health.drain_settle_secs is not None:
+            found.append("health.drain_settle_secs is of no effect: removal waits for the requests themselves")
         return tuple(found)

@@ -62,6 +62,7 @@ class Watch:
         self._probed_at = -math.inf
         self._refused = False  # the last probe found no connection
         self._reported = False  # the data path complained while a probe was under way
+        self._anew = False  # the registration changed, perhaps while a probe was under way
         # What it is.
         self._identified = False
         self._identified_at = -math.inf
@@ -85,6 +86,15 @@ class Watch:
                 _logger.exception("watching a worker failed; going on", extra={"worker": str(self._worker.url)})
                 self._resolve_at = self._probe_at = time.monotonic() + self._pace.seek
             await self._rest(min(self._resolve_at, self._probe_at) - time.monotonic())
+
+    def respecified(self, settings: HealthSettings) -> None:
+        """Go by the worker's registration as it is now, and by ``settings``; look at once. How it is, stays."""
+        self._spec = self._registry.spec(self._worker)
+        self._settings = settings
+        self._state.settings = settings
+        self._doubted = self._anew = True  # at the next look it is asked what it is
+        self._probe_at = time.monotonic()
+        self._wake.set()
 
     def report_unreachable(self) -> None:
         """Bring the next probe of a READY worker forward, though not closer than ``Pace`` allows."""
@@ -124,7 +134,7 @@ class Watch:
 
     async def _look(self) -> None:
         async with self._gate:
-            self._reported = False
+            self._reported = self._anew = False
             if self._doubted:
                 self._doubted = False
                 self._forget()
@@ -244,6 +254,8 @@ class Watch:
     def _pause(self) -> float:
         """Seconds until the next look."""
         settings, pace, state = self._settings, self._pace, self._state
+        if self._anew:
+            return 0.0
         if state.status is not Status.READY:
             return self._backoff(state.failures)
         if self._reported:

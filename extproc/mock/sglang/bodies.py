@@ -170,3 +170,20 @@ class Abort(BaseModel):
 
     rid: str | None = Field(default=None)
     abort_all: bool = False
+
+
+class Profile(BaseModel):
+    """``POST /start_profile``: ``managers/io_struct.py``, ProfileReq."""
+
+    output_dir: str | None = None
+    start_step: int | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    profile_by_stage: bool = False
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+    profile_id: str | None = None
+    merge_profiles: bool = False
+    profile_prefix: str | None = None
+    profile_stages: list[str] | None = None
+    detailed_annotations: bool = False

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from extproc.mock.api import Reply, parse
+from extproc.mock.api import STUMBLE, Reply, parse
 from extproc.mock.exchange import TEXT, Exchange
 from extproc.mock.prompts import chat_prompt
 from extproc.mock.runner import send
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from extproc.mock.sglang.engine import Engine
 
+_NOT_FLUSHED = b"Flush cache failed.\n"
 _FLUSHED = (
     b"Cache flushed.\nPlease check backend logs for more details. "
     b"(When there are running or waiting requests, the operation will not be performed.)\n"
@@ -34,6 +35,7 @@ class Control:
         self._engine = engine
         self._identity = identity
         self._health_delay = health_delay
+        self._profiling = False
 
     def routes(self) -> dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]]:
         """Path to methods and handler."""
@@ -42,6 +44,8 @@ class Control:
             "/v1/rerank": ("POST, PUT", self._rerank),
             "/abort_request": ("POST", self._abort),
             "/flush_cache": ("GET, POST", self._flush_cache),
+            "/start_profile": ("GET, POST", self._start_profile),
+            "/stop_profile": ("GET, POST", self._stop_profile),
             "/health": ("GET", self._health),
             "/health_generate": ("GET", self._health),
             "/ready": ("GET", self._empty),
@@ -92,7 +96,26 @@ class Control:
         await self._empty(exchange)
 
     async def _flush_cache(self, exchange: Exchange) -> None:
-        await exchange.reply(200, _FLUSHED, TEXT)
+        if self._engine.live:
+            await exchange.reply(400, _NOT_FLUSHED, TEXT)
+        else:
+            await exchange.reply(200, _FLUSHED, TEXT)
+
+    async def _start_profile(self, exchange: Exchange) -> None:
+        if exchange.record.body not in (b"", b"null"):
+            parse(bodies.Profile, exchange.record.body)
+        if self._profiling:  # RuntimeError: Profiling is already in progress. Call /stop_profile first.
+            await send(exchange, STUMBLE)
+            return
+        self._profiling = True
+        await exchange.reply(200, b"Start profiling.\n", TEXT)
+
+    async def _stop_profile(self, exchange: Exchange) -> None:
+        if not self._profiling:  # RuntimeError: Profiling is not in progress. Call /start_profile first.
+            await send(exchange, STUMBLE)
+            return
+        self._profiling = False
+        await exchange.reply(200, b"Stop profiling. This will take some time.\n", TEXT)
 
     async def _health(self, exchange: Exchange) -> None:
         if self._health_delay:

@@ -76,6 +76,13 @@ class Blocks:
             del self._prefixes[next(iter(self._prefixes))]
         return hits
 
+    def reset(self) -> bool:
+        """Forget what is in the prefix cache; not while any block is in use (``v1/core/block_pool.py``)."""
+        if len(self._free) < self.count:
+            return False
+        self._prefixes.clear()
+        return True
+
     def _admit(self) -> None:
         while self._waiting:
             needed, turn = self._waiting[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 
 class StreamOptions(BaseModel):
@@ -181,3 +181,13 @@ class Detokenize(BaseModel):
 
     tokens: list[int]
     model: str | None = None
+
+
+class StartProfile(BaseModel):
+    """``POST /start_profile``: ``entrypoints/serve/profile/api_router.py``."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    profile_prefix: str | None = None
+    delay_iterations: int | None = None
+    max_iterations: int | None = None

@@ -33,10 +33,19 @@ class Control:
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
         self._store = store
+        self._profiling = False
 
     def routes(self) -> dict[str, tuple[str, Handler]]:
         """Path to methods and handler."""
+        options = self._engine.options
+        profiler: dict[str, tuple[str, Handler]] = {
+            "/start_profile": ("POST", self._start_profile),
+            "/stop_profile": ("POST", self._stop_profile),
+        }
+        dev: dict[str, tuple[str, Handler]] = {"/reset_prefix_cache": ("POST", self._reset_prefix_cache)}
         return {
+            **(profiler if options.profiler else {}),
+            **(dev if options.dev_mode else {}),
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
@@ -109,6 +118,23 @@ class Control:
 
     async def _empty(self, exchange: Exchange) -> None:
         await exchange.reply(200, b"", None)
+
+    async def _reset_prefix_cache(self, exchange: Exchange) -> None:
+        await send(exchange, Reply.json(200, {"success": self._engine.blocks.reset()}))
+
+    async def _start_profile(self, exchange: Exchange) -> None:
+        if exchange.record.body not in (b"", b"null"):
+            read(bodies.StartProfile, exchange.record)
+        if self._profiling:
+            message = "A profiling session is already active. Call /stop_profile before starting another session."
+            await send(exchange, Reply.json(409, error(message, "Conflict", 409)))
+            return
+        self._profiling = True
+        await self._empty(exchange)
+
+    async def _stop_profile(self, exchange: Exchange) -> None:
+        self._profiling = False
+        await self._empty(exchange)
 
     async def _version(self, exchange: Exchange) -> None:
         await send(exchange, Reply.json(200, {"version": self._engine.options.version}))
