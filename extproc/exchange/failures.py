@@ -16,6 +16,11 @@ from extproc.workers.worker import Worker
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
+# What stands behind the leg's name in a code.
+_ANSWERED: Final = ("rejected", "failed")
+_FAULTS: Final = ("failed", "unreachable", "connection_lost", "timeout")
+_BUSY: Final = (429, 503)
+_NO_CONNECTION: Final = frozenset({"UF", "UH", "NC", "NR", "UO"})  # of Envoy's response flags
 
 
 def failure_of(
@@ -38,6 +43,11 @@ def failure_of(
         status=status if status in (503, 504) else None,
         retry_after=retry_after,
     )
+
+
+def was_connected(flags: bytes) -> bool:
+    """Whether Envoy had a connection to a worker when it answered by itself, with these response flags."""
+    return not set(flags.decode("latin-1").split(",")) & _NO_CONNECTION
 
 
 def loss_of(worker: Worker, reason: Lost, detail: str) -> GatewayError:
@@ -67,6 +77,32 @@ def refuse_unknown(gateway: Gateway, prefill: Worker, alone: Alone) -> None:
         raise GatewayError("kv_missing", f"prefill worker {prefill.url} cannot hand over: {alone.why}")
 
 
+def charge(workers: Sequence[Worker], error: GatewayError, turn: int) -> None:
+    """Have the circuit breakers of ``workers`` count the failure of a leg; ``turn`` is what the first gave for it.
+
+    A 4xx is the client's fault and says nothing of a worker; 429 and 503 say that it is busy, which is counted apart.
+    What was no worker's fault is not counted at all. It must be the leg's own failure: what the other leg of its pair
+    has brought about is charged to that one's worker.
+    """
+    _, _, kind = error.fault.code.partition("_")
+    for worker in workers:
+        if kind in _ANSWERED:
+            worker.answers += 1
+        if kind in _ANSWERED and error.status in _BUSY:
+            worker.breaker.pushbacks += 1
+        elif kind in _FAULTS:
+            worker.breaker.failed(turn)
+        turn = 0
+
+
+def refused(gateway: Gateway, workers: Sequence[Worker], turn: int) -> None:
+    """``workers`` refused the connection, and Envoy went on to the next one; ``turn`` as for :func:`charge`."""
+    for worker in workers:
+        worker.breaker.failed(turn)
+        gateway.report_unreachable(worker)
+        turn = 0
+
+
 def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> None:
     """Tell whoever watches ``workers`` of the failure of a leg on them, where that may be their own."""
     code = error.fault.code
@@ -81,7 +117,7 @@ def _envoys_word(worker: Worker, flags: bytes) -> GatewayError:
     """Translate Envoy's response flags for an answer that no worker gave."""
     found = set(flags.decode("latin-1").split(","))
     name = worker.role.value
-    if found & {"UF", "UH", "NC", "NR", "UO"}:
+    if found & _NO_CONNECTION:
         message = f"{name} worker {worker.url} does not accept connections ({flags.decode('latin-1')})"
         return GatewayError(f"{name}_unreachable", message, retry_after=_RETRY_AFTER)
     if found & {"UT", "SI", "DT", "UMSDR"}:

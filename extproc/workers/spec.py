@@ -18,7 +18,7 @@ class HealthOverrides:
     success_threshold: int | None = None
     failure_threshold: int | None = None
     disable_health_check: bool | None = None
-    drain_settle_secs: float | None = None  # of no effect: removal waits for the requests themselves
+    drain_settle_secs: float | None = None  # that removal takes at least; it waits for the requests themselves anyhow
 
 
 @dataclass(frozen=True, slots=True)
