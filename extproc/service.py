@@ -24,7 +24,9 @@ from extproc.control.auth import Access
 from extproc.control.metrics import Metrics
 from extproc.control.metrics_server import MetricsServer
 from extproc.control.worker_metrics import WorkerMetrics
+from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.ads import AdsServer
+from extproc.dataplane.hosts import HostWatch
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.envoy_config import dataplane_config
 from extproc.errors import GatewayError
@@ -46,6 +48,7 @@ from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.trying import try_pair
+from extproc.workers.breaker import BreakerSettings
 from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
@@ -92,7 +95,9 @@ class Service:
         tls = None if settings.worker_ca_file is None else ssl.create_default_context(cafile=settings.worker_ca_file)
         self._client = WorkerClient(tls)
         self._ads = AdsServer(settings.ads_address)
-        self.registry = Registry(self._ads.publish, drain_limit=settings.request_timeout_secs)
+        self.registry = Registry(
+            self._ads.publish, drain_limit=settings.worker_drain_timeout_secs, breaker=_breaker(settings)
+        )
         self._monitor = Monitor(
             self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
         )
@@ -194,11 +199,29 @@ class Service:
             _log.info("no workers yet: register them with POST /workers")
         self._monitor.start()
         stack.push_async_callback(self._monitor.stop)
+        self._look_at_hosts(stack)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _look_at_hosts(self, stack: AsyncExitStack) -> None:
+        """Have Envoy's troubles with workers looked at, where its admin interface is known."""
+        settings = self._settings
+        if settings.envoy_hosts_interval_secs == 0:
+            return
+        if self._envoy is not None:
+            admin = self._envoy.admin
+        elif settings.envoy_admin_address is not None:
+            host, _, port = settings.envoy_admin_address.rpartition(":")
+            admin = EnvoyAdmin(host, int(port))
+            stack.push_async_callback(admin.close)
+        else:
+            return
+        hosts = HostWatch(admin, self.registry, self._monitor.look_again, settings.envoy_hosts_interval_secs)
+        hosts.start()
+        stack.push_async_callback(hosts.stop)
 
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:
@@ -343,6 +366,19 @@ def _health(settings: Settings) -> HealthSettings:
         interval=settings.health_check_interval_secs,
         endpoint=settings.health_check_endpoint,
         enabled=not settings.disable_health_check,
+        transport_threshold=settings.worker_transport_failures,
+        stall=settings.worker_stall_secs,
+        wedge=settings.worker_wedge_secs,
+    )
+
+
+def _breaker(settings: Settings) -> BreakerSettings:
+    return BreakerSettings(
+        failure_threshold=settings.cb_failure_threshold,
+        success_threshold=settings.cb_success_threshold,
+        timeout=settings.cb_timeout_duration_secs,
+        window=settings.cb_window_duration_secs,
+        enabled=not settings.disable_circuit_breaker,
     )
 
 
