@@ -220,9 +220,11 @@ class Watch:
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
-        answer = await self._get(self._settings.endpoint)
-        if not answer.ok:
-            raise NoAnswerError(f"GET {self._settings.endpoint}: HTTP {answer.status}")
+        assert self._ip is not None
+        settings = self._settings
+        status = await self._client.probe(self._worker, settings.endpoint, within=settings.timeout, ip=self._ip)
+        if not 200 <= status < 300:
+            raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
         if self._wedged and (
             missing := await sign_of_life(self._get_within, self._worker.runtime, self._settings.timeout)
         ):
