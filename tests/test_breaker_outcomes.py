@@ -6,6 +6,7 @@ from fakes import Rig, nixl, released
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
 from extproc.transport.interface import Lost
 from extproc.workers.breaker import Breaker, BreakerSettings, BreakerState
+from extproc.workers.worker import Status
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny"}
@@ -84,6 +85,26 @@ def test_what_a_decodes_status_says_of_it(status, outcome):
     rig.assert_nothing_is_left()
 
 
+def test_which_statuses_say_busy_is_the_workers_setting():
+    rig = lone()
+    rig.workers[0].breaker.settings = BreakerSettings(capacity=frozenset({529}))
+    for status in (503, 529, 429):
+        client = rig.post(CHAT, BODY)
+        rig.fleet.workers[:2] = rig.workers[:1]
+        rig.egress.legs[-1].answer(status)
+        client.close()
+    assert heard(rig) == {1: "fb"}
+
+
+def test_a_prefill_that_says_that_it_was_aborted():
+    rig = lone()
+    client = rig.post(CHAT, BODY)
+    rig.egress.legs[0].answer(200, b'{"choices": [{"finish_reason": "abort"}]}')
+    client.close()
+    assert heard(rig) == {1: "f"}
+    assert rig.workers[0].answers == 1
+
+
 def test_a_prefill_that_cannot_be_reached_or_breaks_off():
     rig = lone()
     rig.post(CHAT, BODY)
@@ -118,6 +139,23 @@ def test_a_decode_that_fails_is_not_its_prefills_fault():
     client.decode_head(500, headers=[("x-pd-upstream", "127.0.0.1:11")])
     client.close()
     assert heard(rig) == {11: "f"}
+
+
+@pytest.mark.parametrize("relays", [False, True])
+def test_a_decode_whose_prefill_is_dead_is_not_at_fault_for_want_of_its_cache(relays):
+    rig = lone()
+    client = rig.post(CHAT, TWO if relays else BODY)
+    prefills, decodes = rig.egress.out_at("prefill"), rig.egress.out_at("decode")
+    for leg in prefills:
+        leg.answer(200, chat())
+    rig.workers[0].status = Status.NOT_READY
+    if relays:
+        decodes[0].answer(500, headers=[(b"x-pd-upstream", b"127.0.0.1:11")])
+    else:
+        client.decode_head(500, headers=[("x-pd-upstream", "127.0.0.1:11")])
+    client.close()
+    assert heard(rig) == {1: "ss" if relays else "s"}
+    rig.assert_nothing_is_left()
 
 
 def test_who_refused_the_connection_before_another_served():

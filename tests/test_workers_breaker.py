@@ -188,6 +188,17 @@ def test_one_that_is_switched_off_never_opens():
     assert Rig(BreakerSettings(failure_threshold=1, enabled=False)).run("f" * 100) is CLOSED
 
 
+def test_other_settings_begin_anew():
+    rig = Rig()
+    rig.run("fff")
+    rig.breaker.settings = SETTINGS
+    assert rig.run("f") is OPEN
+    rig.breaker.settings = BreakerSettings(failure_threshold=2)
+    assert rig.told[-1] == (OPEN, CLOSED, False)
+    assert rig.run("f") is CLOSED
+    assert rig.run("f") is OPEN
+
+
 def test_time_and_health_change_nothing_but_an_open_one():
     rig = Rig()
     rig.breaker.rested()

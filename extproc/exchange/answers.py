@@ -125,7 +125,8 @@ class WholeAnswer:
             self._failed(failure_of(worker, self.status, self.headers, self.body, answers_client=answers))
         elif self._is_failure(self.body):
             name = self._worker.role.value
-            self._failed(GatewayError(f"{name}_failed", f"{name} worker {self._worker.url} aborted the request"))
+            message = f"{name} worker {self._worker.url} aborted the request"
+            self._failed(GatewayError(f"{name}_failed", message, answered=self.status))
         else:
             self._complete(self)
 

@@ -333,7 +333,8 @@ class Attempt:
 
     def _refused(self, part: _Part, error: GatewayError) -> None:
         self._unreachable = error.fault.code.endswith("_unreachable")
-        charge(self._decodes if self._unreachable else (part.worker,), error, part.turn)
+        partner = self.prefill if part.prefill is not None else None
+        charge(self._decodes if self._unreachable else (part.worker,), error, part.turn, partner)
         code = "" if part.headed else error.fault.code
         self._untold(part, code, error.status)
         self.events.leg_failed(error, self._decodes if self._unreachable else (part.worker,))

@@ -507,7 +507,7 @@ class DirectCourse:
         gateway, worker = self._session.gateway, self._decode
         error = head.error(worker)
         unreachable = error.fault.code.endswith("_unreachable")
-        charge(self._upstreams if unreachable else (worker,), error, self._turn)
+        charge(self._upstreams if unreachable else (worker,), error, self._turn, self._prefill)
         if not unreachable:  # else they were reported
             report(gateway, (worker,), error)
         again = gateway.config.retry_released and self._may_try_again(

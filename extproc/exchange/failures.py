@@ -17,9 +17,7 @@ _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 # What stands behind the leg's name in a code.
-_ANSWERED: Final = ("rejected", "failed")
 _FAULTS: Final = ("failed", "unreachable", "connection_lost", "timeout")
-_BUSY: Final = (429, 503)
 _NO_CONNECTION: Final = frozenset({"UF", "UH", "NC", "NR", "UO"})  # of Envoy's response flags
 
 
@@ -36,12 +34,13 @@ def failure_of(
     if 400 <= status < 500 or (answers_client and status >= 500):  # as a direct request's client would hear it
         code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
-        return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on)
+        return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on, answered=status)
     return GatewayError(
         f"{name}_failed",
         f"{message}: {body[:_EXCERPT].decode(errors='replace')}",
         status=status if status in (503, 504) else None,
         retry_after=retry_after,
+        answered=status,
     )
 
 
@@ -77,18 +76,27 @@ def refuse_unknown(gateway: Gateway, prefill: Worker, alone: Alone) -> None:
         raise GatewayError("kv_missing", f"prefill worker {prefill.url} cannot hand over: {alone.why}")
 
 
-def charge(workers: Sequence[Worker], error: GatewayError, turn: int) -> None:
-    """Have the circuit breakers of ``workers`` count the failure of a leg; ``turn`` is what the first gave for it.
+def charge(workers: Sequence[Worker], error: GatewayError, turn: int, partner: Worker | None = None) -> None:
+    """Have the circuit breakers of ``workers`` count the failure of a leg.
 
-    A 4xx is the client's fault and says nothing of a worker; 429 and 503 say that it is busy, which is counted apart.
-    What was no worker's fault is not counted at all. It must be the leg's own failure: what the other leg of its pair
-    has brought about is charged to that one's worker.
+    A 4xx is the client's fault and says nothing of a worker. What says that it is busy (429, 503) is counted apart,
+    what was no worker's fault not at all. It must be the leg's own failure: what the other leg of its pair has brought
+    about is charged to that one's worker.
+
+    Args:
+        workers: where the leg was, or was tried.
+        error: what became of it.
+        turn: what the first of them gave for it.
+        partner: the prefill worker of a decode leg. Where that is out, a decode's 5xx means that it could not fetch the
+            KV cache (seen with vLLM and SGLang), which is not its fault.
     """
     _, _, kind = error.fault.code.partition("_")
+    if kind == "failed" and partner is not None and not partner.usable:
+        kind = ""
     for worker in workers:
-        if kind in _ANSWERED:
+        if error.answered:
             worker.answers += 1
-        if kind in _ANSWERED and error.status in _BUSY:
+        if error.answered in worker.breaker.settings.capacity:
             worker.breaker.pushbacks += 1
         elif kind in _FAULTS:
             worker.breaker.failed(turn)

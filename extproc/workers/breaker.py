@@ -52,6 +52,7 @@ class BreakerSettings:
     timeout: float = 60.0
     window: float = 120.0
     enabled: bool = True
+    capacity: frozenset[int] = frozenset({429, 503})  # statuses that say "busy", not "broken"
 
 
 def _ignore(_: BreakerState) -> None:
@@ -72,7 +73,7 @@ class Breaker:
         wary: successes must be told; while it is False they need not be, which is almost always.
         since: when it came into its state, by ``now``.
         trials: under way, in the state HALF_OPEN.
-        pushbacks: how often the worker said that it is busy (429, 503): no failure, and counted for people only.
+        pushbacks: how often the worker said that it is busy: no failure, and counted for people only.
     """
 
     __slots__ = (
@@ -118,6 +119,17 @@ class Breaker:
         """When it opens and closes."""
         return self._settings
 
+    @settings.setter
+    def settings(self, settings: BreakerSettings) -> None:
+        """Others from now on: it begins anew, closed, unless they are the same."""
+        if settings != self._settings:
+            self._settings = settings
+            self._streak = deque(maxlen=settings.failure_threshold)
+            if self.state is BreakerState.CLOSED:
+                self._forget()
+            else:
+                self._become(BreakerState.CLOSED)
+
     # -- what legs tell -------------------------------------------------------------------------------------------
 
     def begin(self) -> int:
@@ -136,7 +148,7 @@ class Breaker:
             self._shut()
 
     def succeeded(self, turn: int) -> None:
-        """A leg was answered as it should be (measured: 0.02 µs for who looks at ``wary`` before, else 0.5)."""
+        """A leg was answered as it should be. (Measured: 0.5 µs while wary; who looks at that first pays 0.02 else.)"""
         if self.state is BreakerState.CLOSED:
             if self.wary:
                 self._count_success()

@@ -63,7 +63,7 @@ class Stalls:
         self._looking = None
 
     def look(self) -> None:
-        """Look at every worker once (measured: 0.1 ms for 1,000)."""
+        """Look at every worker once (measured: 0.02 ms for 1,000 idle ones, 0.2 for busy ones)."""
         now = self._now()
         silent: dict[Worker, _Silence] = {}
         for worker in self._workers:
