@@ -208,20 +208,22 @@ class Service:
 
     def _look_at_hosts(self, stack: AsyncExitStack) -> None:
         """Have Envoy's troubles with workers looked at, where its admin interface is known."""
-        settings = self._settings
-        if settings.envoy_hosts_interval_secs == 0:
-            return
+        interval = self._settings.envoy_hosts_interval_secs
+        admin = self._envoy_admin(stack) if interval else None
+        if admin is not None:
+            hosts = HostWatch(admin, self.registry, self._monitor.look_again, interval)
+            hosts.start()
+            stack.push_async_callback(hosts.stop)
+
+    def _envoy_admin(self, stack: AsyncExitStack) -> EnvoyAdmin | None:
+        """Envoy's admin interface, ours or another's; None where nobody has said where it is."""
         if self._envoy is not None:
-            admin = self._envoy.admin
-        elif settings.envoy_admin_address is not None:
-            host, _, port = settings.envoy_admin_address.rpartition(":")
-            admin = EnvoyAdmin(host, int(port))
-            stack.push_async_callback(admin.close)
-        else:
-            return
-        hosts = HostWatch(admin, self.registry, self._monitor.look_again, settings.envoy_hosts_interval_secs)
-        hosts.start()
-        stack.push_async_callback(hosts.stop)
+            return self._envoy.admin
+        if self._settings.envoy_admin_address is None:
+            return None
+        admin = EnvoyAdmin.at(self._settings.envoy_admin_address)
+        stack.push_async_callback(admin.close)
+        return admin
 
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:

@@ -567,6 +567,17 @@ def test_a_worker_is_given_once(prefill: list[str], decode: list[str]) -> None:
     assert line.endswith("is given more than once (--prefill, --decode)")
 
 
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("unix:/x.sock", "--envoy-admin-address: Must be host:port (got 'unix:/x.sock')"),
+        ("name:0", "--envoy-admin-address: Port must be between 1 and 65535 (got 'name:0')"),
+    ],
+)
+def test_an_admin_interface_is_at_a_tcp_port(address: str, problem: str) -> None:
+    assert problems({"envoy_admin_address": address}) == [problem]
+
+
 def test_listening_ports_differ() -> None:
     assert problems({"port": "9901"}) == ["--port and --envoy-admin-port cannot both be 9901"]
     assert load({"port": "9901", "no_envoy": True}).port == 9901

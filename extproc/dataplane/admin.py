@@ -8,11 +8,17 @@ import aiohttp
 
 
 class EnvoyAdmin:
-    """A client of the admin port on loopback. Every method raises ``aiohttp.ClientError`` or ``TimeoutError``."""
+    """A client of the admin port. Every method raises ``aiohttp.ClientError`` or ``TimeoutError``."""
 
     def __init__(self, host: str, port: int, timeout: float = 2.0) -> None:
         self._base = f"http://{host}:{port}"
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout))
+
+    @classmethod
+    def at(cls, address: str) -> EnvoyAdmin:
+        """The one at ``host:port``, IPv6 in brackets."""
+        host, _, port = address.rpartition(":")
+        return cls(host, int(port))
 
     async def close(self) -> None:
         """Give the connections back."""
