@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from dataplane_rig import Rig, answer, hang_up, unreachable
 
-from extproc.dataplane.hosts import HostWatch, read_hosts
+from extproc.dataplane.hosts import HostPage, HostWatch
 from extproc.names import UPSTREAM
 from extproc.workers.endpoints import Health
 from extproc.workers.worker import Role, Worker, WorkerUrl
@@ -71,7 +71,9 @@ async def test_a_host_that_cannot_be_connected_to_is_conspicuous(rig: Rig) -> No
         await rig.post(f"{dead.address},{fine.address}")
         await watch.look()
         assert seen == workers[:1]
-        hosts = read_hosts(await rig.envoy.admin.clusters())
+        page = HostPage()
+        await rig.envoy.admin.clusters_as_text(page.feed)
+        hosts = page.hosts()
         assert hosts[Role.DECODE, dead.address].failed_connects >= 1
         assert hosts[Role.DECODE, fine.address].failed_connects == 0
 

@@ -4,43 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import aiohttp
 import pytest
 
-from extproc.dataplane.hosts import Host, HostWatch, read_hosts, troubled
+from extproc.dataplane.hosts import Host, HostPage, HostWatch, troubled
 from extproc.workers.worker import Role, Worker, WorkerUrl
 
 P, D = Role.PREFILL, Role.DECODE
 
 
-def status(ip: str, port: int, connects: int, failed: int, **health: bool) -> dict[str, Any]:
-    """One host as Envoy 1.40 shows it: numbers as text, zeros left out."""
-    figures = {"cx_total": connects, "cx_connect_fail": failed, "rq_total": 7}
-    stats = [{"name": name, **({"value": str(value)} if value else {})} for name, value in figures.items()]
-    address = {"socket_address": {"address": ip, "port_value": port}}
-    return {"address": address, "stats": stats, "health_status": {"eds_health_status": "HEALTHY", **health}}
+def host(cluster: str, address: str, connects: int, failed: int, flags: str = "healthy") -> str:
+    """One host as Envoy 1.40 shows it."""
+    figures = {"cx_active": 0, "cx_connect_fail": failed, "cx_total": connects, "rq_total": 7}
+    named = {"hostname": "w:1", "health_flags": flags, "weight": 1, "region": "", "success_rate": -1}
+    return "".join(f"{cluster}::{address}::{name}::{value}\n" for name, value in (figures | named).items())
 
 
-def clusters(prefill: list[Any], decode: list[Any]) -> dict[str, Any]:
-    return {
-        "cluster_statuses": [
-            {"name": "prefill", "host_statuses": prefill},
-            {"name": "decode", "host_statuses": decode},
-            {"name": "ads", "host_statuses": [{"address": {"pipe": {"path": "/x"}}}]},
-            {"name": "empty"},
-        ]
-    }
+def page(*hosts: str) -> bytes:
+    clusters = "decode::observability_name::decode\ndecode::default_priority::max_connections::1024\n"
+    return (clusters + "".join(hosts) + "ads::/x/ads.sock::cx_total::1\n").encode()
 
 
-def test_hosts_are_read_by_role_and_address() -> None:
-    answer = clusters([status("10.0.0.1", 1, 3, 1)], [status("::1", 2, 0, 0, failed_outlier_check=True)])
-    assert read_hosts(answer) == {
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+def test_hosts_are_read_by_role_and_address(size: int) -> None:
+    text = page(
+        host("prefill", "10.0.0.1:1", 3, 1),
+        host("decode", "[::1]:2", 0, 0, "/failed_outlier_check/failed_eds_health"),
+        host("decode", "10.0.0.1:1", 30, 0, "/failed_eds_health"),
+    )
+    reading = HostPage()
+    for at in range(0, len(text), size):
+        reading.feed(text[at : at + size])
+    assert reading.hosts() == {
         (P, "10.0.0.1:1"): Host(3, 1, ejected=False),
         (D, "[::1]:2"): Host(0, 0, ejected=True),
+        (D, "10.0.0.1:1"): Host(30, 0, ejected=False),
     }
-    assert read_hosts({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -65,16 +66,16 @@ def test_who_is_troubled(before: Host | None, now: Host, found: bool) -> None:  
 class FakeAdmin:
     """An Envoy that answers what it is given, or raises it."""
 
-    def __init__(self, *answers: Any) -> None:
+    def __init__(self, *answers: bytes | Exception) -> None:
         self.answers = list(answers)
         self.asked = asyncio.Event()
 
-    async def clusters(self) -> Any:
+    async def clusters_as_text(self, feed: Callable[[bytes], None]) -> None:
         self.asked.set()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        feed(answer)
 
 
 def worker(role: Role, endpoint: str | None) -> Worker:
@@ -86,8 +87,8 @@ def worker(role: Role, endpoint: str | None) -> Worker:
 async def test_workers_with_which_envoy_has_trouble_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     bad, good, elsewhere = worker(P, "10.0.0.1:1"), worker(P, "10.0.0.2:1"), worker(D, "10.0.0.1:1")
     admin = FakeAdmin(
-        clusters([status("10.0.0.1", 1, 5, 5), status("10.0.0.2", 1, 0, 0)], [status("10.0.0.1", 1, 0, 0)]),
-        clusters([status("10.0.0.1", 1, 6, 6), status("10.0.0.2", 1, 9, 0)], [status("10.0.0.1", 1, 0, 0)]),
+        page(*(host("prefill", f"10.0.0.{n}:1", 5, 5 * (n == 1)) for n in (1, 2)), host("decode", "10.0.0.1:1", 0, 0)),
+        page(*(host("prefill", f"10.0.0.{n}:1", 6, 6 * (n == 1)) for n in (1, 2)), host("decode", "10.0.0.1:1", 0, 0)),
     )
     seen: list[Worker] = []
     watch = HostWatch(admin, [bad, good, elsewhere, worker(P, None)], seen.append, 60)  # type: ignore[arg-type]
@@ -101,9 +102,11 @@ async def test_workers_with_which_envoy_has_trouble_are_looked_at(caplog: pytest
     assert seen == [bad]
 
 
-@pytest.mark.parametrize("trouble", [aiohttp.ClientError("down"), TimeoutError(), {"cluster_statuses": [{}]}])
-async def test_an_envoy_that_does_not_tell_is_said_once(trouble: Any, caplog: pytest.LogCaptureFixture) -> None:
-    admin = FakeAdmin(trouble, trouble, clusters([], []))
+@pytest.mark.parametrize("trouble", [aiohttp.ClientError("down"), TimeoutError(), b"decode::a:1::cx_total::many\n"])
+async def test_an_envoy_that_does_not_tell_is_said_once(
+    trouble: bytes | Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin = FakeAdmin(trouble, trouble, page())
     watch = HostWatch(admin, [], lambda _: None, 60)  # type: ignore[arg-type]
     for _ in range(3):
         await watch.look()
@@ -111,7 +114,7 @@ async def test_an_envoy_that_does_not_tell_is_said_once(trouble: Any, caplog: py
 
 
 async def test_it_looks_on_until_it_is_stopped() -> None:
-    admin = FakeAdmin(clusters([], []))
+    admin = FakeAdmin(page())
     watch = HostWatch(admin, [], lambda _: None, 0.001)  # type: ignore[arg-type]
     watch.start()
     for _ in range(3):
