@@ -14,6 +14,7 @@ from extproc.control.worker_metrics import WorkerMetrics
 from extproc.workers.breaker import BreakerSettings, BreakerState
 from extproc.workers.endpoints import Health
 from extproc.workers.registry import Change, Registry
+from extproc.workers.spec import Resilience
 from extproc.workers.worker import Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE
@@ -149,6 +150,23 @@ async def test_a_kind_is_what_may_be_paired_alike_and_serves_the_model(rig: Rig)
     assert rig.usable() == [mine.name, other.name]  # the third serves something else
     assert rig.usable("other-model") == [third.name]
     assert rig.usable(None) == [other.name, third.name]
+
+
+async def test_a_workers_own_settings_count_and_may_change(rig: Rig) -> None:
+    own = Resilience(5, 4, 3.0, 2.0, disable_circuit_breaker=False, capacity_status_codes=(529,))
+    worker = rig.registry.add(spec(D, "http://10.0.0.1:1", resilience=own))
+    assert worker.breaker.settings == BreakerSettings(5, 4, 3.0, 2.0, enabled=True, capacity=frozenset({529}))
+    fail(worker, 5)
+    assert worker.breaker.state is BreakerState.OPEN
+    rig.registry.change(worker, spec(D, "http://10.0.0.1:1", resilience=own, priority=7))
+    assert worker.breaker.state is BreakerState.OPEN  # this is about something else
+    rig.registry.change(worker, spec(D, "http://10.0.0.1:1"))
+    assert worker.breaker.settings == SETTINGS
+    assert worker.breaker.state is BreakerState.CLOSED
+    off = Resilience(disable_circuit_breaker=True)
+    rig.registry.replace(worker, spec(D, "http://10.0.0.1:1", resilience=off))
+    fail(worker, 50)
+    assert worker.breaker.state is BreakerState.CLOSED
 
 
 async def test_its_time_is_over_by_itself() -> None:

@@ -8,9 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from extproc.workers.breaker import Breaker, BreakerSettings, BreakerState
+from extproc.workers.spec import Resilience
 from extproc.workers.worker import Worker
+
+_Number = TypeVar("_Number", int, float)
 
 _logger = logging.getLogger(__name__)
 
@@ -24,10 +28,13 @@ class Circuits:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._transitions: dict[str, Counter[BreakerState]] = {}
 
-    def watch(self, worker: Worker, own: BreakerSettings | None = None) -> None:
-        """Give ``worker`` a breaker with settings of its ``own``, or the common ones."""
-        settings = own or self._settings
-        worker.breaker = Breaker(settings, time.monotonic, partial(self._moved, worker))
+    def watch(self, worker: Worker, own: Resilience) -> None:
+        """Give ``worker`` a breaker, with settings of its ``own`` on top of the common ones."""
+        worker.breaker = Breaker(_overridden(self._settings, own), time.monotonic, partial(self._moved, worker))
+
+    def change(self, worker: Worker, own: Resilience) -> None:
+        """The worker's own settings are others. Its breaker begins anew, closed, unless they come to the same."""
+        worker.breaker.settings = _overridden(self._settings, own)
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone; legs that it may still have are of no interest."""
@@ -71,3 +78,20 @@ class Circuits:
     def _stop(self, worker: Worker) -> None:
         if timer := self._timers.pop(worker.id, None):
             timer.cancel()
+
+
+def _overridden(common: BreakerSettings, own: Resilience) -> BreakerSettings:
+    """The common settings with one worker's own on top."""
+    off, codes = own.disable_circuit_breaker, own.capacity_status_codes
+    return BreakerSettings(
+        failure_threshold=_first(own.cb_failure_threshold, common.failure_threshold),
+        success_threshold=_first(own.cb_success_threshold, common.success_threshold),
+        timeout=_first(own.cb_timeout_secs, common.timeout),
+        window=_first(own.cb_window_secs, common.window),
+        enabled=common.enabled if off is None else not off,
+        capacity=common.capacity if codes is None else frozenset(codes),
+    )
+
+
+def _first(own: _Number | None, common: _Number) -> _Number:
+    return common if own is None else own

@@ -194,7 +194,7 @@ class Registry:
             raise WorkerExistsError(self._by_url[key].worker)
         worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
         take_over(spec, worker)
-        self.circuits.watch(worker)
+        self.circuits.watch(worker, spec.resilience)
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
@@ -213,6 +213,7 @@ class Registry:
         take_over(spec, worker)
         if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
             worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
+        self.circuits.change(worker, spec.resilience)
         _logger.info("worker changed", extra=_named(worker))
         if record.found is not None:
             self.describe(worker, record.found)
@@ -228,6 +229,7 @@ class Registry:
         record.joined, record.replaced = False, True
         take_over(spec, worker)
         worker.listed, worker.takes_token_ids = (), False
+        self.circuits.change(worker, spec.resilience)
         self._set_status(record, Status.PENDING, "")
         self._tell(worker, Change.SPEC)
 

@@ -90,6 +90,4 @@ class WorkerSpec:
             found.append("cost is of no effect: no policy here looks at it")
         if self.max_connection_attempts is not None:
             found.append("max_connection_attempts is of no effect: connecting is tried as long as it is registered")
-        if self.health.drain_settle_secs is not None:
-            found.append("health.drain_settle_secs is of no effect: removal waits for the requests themselves")
         return tuple(found)
