@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 from fleet import LONG, SLOW, engine, eventually, fleet, spec, until
@@ -86,19 +85,32 @@ async def test_no_two_questions_at_once_and_not_too_many_workers() -> None:
     await rig.stalls.stop()
 
 
-def telling(*answers: Answer | Exception) -> Callable[[str, float], Awaitable[Answer]]:
-    """An engine that gives these answers, the last one for ever; ``asked`` is what it was asked for."""
-    left = list(answers)
+class Told:
+    """An engine that gives these answers to GET, the last one for ever."""
 
-    async def get(path: str, within: float) -> Answer:
-        get.asked.append((path, within))  # type: ignore[attr-defined]
-        answer = left.pop(0) if len(left) > 1 else left[0]
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self._left = list(answers)
+        self.asked: list[tuple[str, float]] = []
+        self.posted: list[tuple[str, object]] = []
+        self.after_post: list[Answer] = []  # what it says from then on
+
+    async def get(self, path: str, within: float) -> Answer:
+        self.asked.append((path, within))
+        answer = self._left.pop(0) if len(self._left) > 1 else self._left[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    get.asked = []  # type: ignore[attr-defined]
-    return get
+    async def post(self, path: str, body: object, _within: float) -> Answer:
+        self.posted.append((path, body))
+        if not self.after_post:
+            raise NoAnswerError("no answer")
+        self._left = list(self.after_post)
+        return Answer(200, "", b"")
+
+    async def sign(self, runtime: str, within: float) -> str:
+        worker = Worker("w", WorkerUrl("http", "w", 1), D, model_ids=("tiny",), runtime=runtime)
+        return await sign_of_life(self.get, self.post, worker, within)
 
 
 def page(running: float, tokens: int, requests: int = 0) -> Answer:
@@ -119,9 +131,9 @@ def page(running: float, tokens: int, requests: int = 0) -> Answer:
     ],
 )
 async def test_sglang_generates_a_token(answer: Answer | Exception, missing: str) -> None:
-    get = telling(answer)
-    assert await sign_of_life(get, "sglang", 20.0) == missing
-    assert get.asked == [("/health_generate", 20.0)]  # type: ignore[attr-defined]
+    engine = Told(answer)
+    assert await engine.sign("sglang", 20.0) == missing
+    assert engine.asked == [("/health_generate", 20.0)]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +149,17 @@ async def test_sglang_generates_a_token(answer: Answer | Exception, missing: str
     ],
 )
 async def test_vllms_figures_move_while_it_works(answers: list[Answer | Exception], missing: str) -> None:
-    found = await sign_of_life(telling(*answers), "vllm", 0.02)
+    found = await Told(*answers).sign("vllm", 0.02)
     assert found.startswith(missing)
     assert bool(found) == bool(missing)
+    assert "nudge" not in {task.get_name() for task in asyncio.all_tasks()}
+
+
+async def test_an_idle_vllm_whose_figures_are_old_steps_for_one_token() -> None:
+    idle = Told(page(1.0, 100))  # that one was aborted, and the engine has not stepped since
+    idle.after_post = [page(0.0, 101)]
+    assert await idle.sign("vllm", 0.05) == ""
+    assert idle.posted == [("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1})]
 
 
 SOON = HealthSettings(timeout=LONG, interval=60, stall=0.02, wedge=LONG)

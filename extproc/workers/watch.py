@@ -128,7 +128,7 @@ class Watch:
         if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
             return
         answers = self._worker.answers
-        missing = await sign_of_life(self._get_within, self._worker.runtime, self._settings.wedge)
+        missing = await self._sign_of_life(self._settings.wedge)
         if missing and self._worker.answers == answers and self._state.status is Status.READY:
             self._wedged = True
             self._drop(f"wedged: {self._worker.load} legs under way, no answer; {missing}")
@@ -225,9 +225,7 @@ class Watch:
         status = await self._client.probe(self._worker, settings.endpoint, within=settings.timeout, ip=self._ip)
         if not 200 <= status < 300:
             raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
-        if self._wedged and (
-            missing := await sign_of_life(self._get_within, self._worker.runtime, self._settings.timeout)
-        ):
+        if self._wedged and (missing := await self._sign_of_life(settings.timeout)):
             raise NoAnswerError(f"still wedged: {missing}")
 
     def _forget(self) -> None:
@@ -300,9 +298,15 @@ class Watch:
         return await self._client.get(self._worker, path, within=within, ip=self._ip)
 
     async def _post(self, path: str, body: object) -> Answer:
+        return await self._post_within(path, body, self._settings.timeout)
+
+    async def _post_within(self, path: str, body: object, within: float) -> Answer:
         if self._ip is None:
             raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=self._settings.timeout, ip=self._ip)
+        return await self._client.post(self._worker, path, body, within=within, ip=self._ip)
+
+    async def _sign_of_life(self, within: float) -> str:
+        return await sign_of_life(self._get_within, self._post_within, self._worker, within)
 
     def _pause(self) -> float:
         """Seconds until the next look."""
