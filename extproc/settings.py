@@ -198,9 +198,9 @@ class Settings(BaseModel):
     health_success_threshold: Annotated[Count, Option(
         Group.HEALTH, "good probes in a row that bring a worker back", "COUNT")] = 2
     worker_transport_failures: Annotated[Tally, Option(
-        Group.HEALTH, "refused or lost connections in a row that take a worker out; 0: never", "COUNT")] = 3
+        Group.HEALTH, "connections lost in a row that take it out; 0: never", "COUNT")] = 3
     worker_stall_secs: Annotated[Grace, Option(
-        Group.HEALTH, "requests under way and no answer: ask for a sign of life; 0: never", "SECONDS")] = 10
+        Group.HEALTH, "no answer for so long: is it alive? 0: never ask", "SECONDS")] = 10
     worker_wedge_secs: Annotated[Duration, Option(
         Group.HEALTH, "no sign of life for so long takes a worker out", "SECONDS")] = 20
     envoy_hosts_interval_secs: Annotated[Grace, Option(
@@ -237,7 +237,7 @@ class Settings(BaseModel):
         Group.FAILURES, "one attempt only")] = False
 
     worker_drain_timeout_secs: Annotated[Duration, Option(
-        Group.LIFECYCLE, "longest wait for a removed worker's requests", "SECONDS", "as --request-timeout-secs")
+        Group.LIFECYCLE, "longest wait for a removed worker", "SECONDS", "as --request-timeout-secs")
     ] = _from_settings_before(lambda data: data["request_timeout_secs"])
     drain_settle_secs: Annotated[Grace, Option(
         Group.LIFECYCLE, "time between 'not ready' and closing to new requests", "SECONDS")] = 5
