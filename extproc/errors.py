@@ -102,6 +102,7 @@ class GatewayError(Exception):
         retry_after: the value of ``Retry-After``.
         status: the status to answer with, where it is not the fault's own.
         passed_on: content type and body of a worker's own answer, to be passed on instead of ours.
+        answered: the status that a worker answered with, where it did.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class GatewayError(Exception):
         retry_after: int | bytes | None = None,
         status: int | None = None,
         passed_on: tuple[bytes, bytes] | None = None,
+        answered: int = 0,
     ) -> None:
         super().__init__(message)
         self.fault = CATALOGUE[code]
@@ -121,6 +123,7 @@ class GatewayError(Exception):
         self.retry_after = retry_after
         self.status = status or self.fault.status
         self.passed_on = passed_on
+        self.answered = answered
 
     @property
     def body(self) -> bytes:

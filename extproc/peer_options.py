@@ -10,8 +10,8 @@ from __future__ import annotations
 _OPTIONS = """
 assignment-mode backend balance-abs-threshold balance-rel-threshold balance-token-usage-threshold block-size
 bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
-cb-failure-threshold cb-success-threshold cb-timeout-duration-secs cb-window-duration-secs chat-template
-decode-selector disable-circuit-breaker disable-load-monitoring
+chat-template
+decode-selector disable-load-monitoring
 disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider dp-aware
 dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
 eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs
@@ -30,8 +30,8 @@ selection-accounting-ttl-ms selection-temperature selector service-discovery ser
 service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-overload-protection worker-overload-shed
-worker-overload-token-usage worker-overload-waiting-requests worker-stale-secs worker-stall-secs
-worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls worker-wedge-secs
+worker-overload-token-usage worker-overload-waiting-requests worker-stale-secs
+worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
 _POLICIES = "bucket cache_aware consistent_hashing least_load manual passthrough power_of_two prefix_hash"
 

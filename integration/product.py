@@ -56,8 +56,9 @@ class Records:
 class Product:
     """One gateway with its workers. ``settings`` are those of ``pd-extproc launch``, by name.
 
-    Health probes go on, but no number of failures takes a worker out, unless ``settings`` say so: tests of broken
-    workers want them to be chosen. Mocks that are added later are the test's own. ``wait``: until all can be used.
+    Health probes go on, but no number of failures, of probes or requests, takes a worker out, unless ``settings`` say
+    so: tests of broken workers want them to be chosen. Mocks that are added later are the test's own. ``wait``: until
+    all can be used.
     """
 
     def __init__(self, prefills: int = 1, decodes: int = 2, *, wait: bool = True, **settings: Any) -> None:
@@ -144,6 +145,9 @@ class Product:
             "prometheus_port": 0,
             "run_dir": str(self.directory),
             "health_failure_threshold": 1_000_000,
+            "worker_transport_failures": 0,
+            "worker_stall_secs": 0,
+            "disable_circuit_breaker": True,
             "drain_settle_secs": 0,
             "shutdown_grace_period_secs": 0,
             "log_level": "error",
@@ -239,6 +243,7 @@ class Product:
         await self.records.until(lambda: self.gateway.alive == 0)
         assert self.gateway.handoffs.live == 0
         assert self.load == {}
+        assert {worker.name: worker.breaker.trials for worker in self.service.registry if worker.breaker.trials} == {}
         for mock in self.mocks:
             await mock.idle()
             assert mock.engine.live == {}, f"{mock.role} still runs requests"

@@ -34,6 +34,12 @@ class SoakedProduct(Product):
             health_check_timeout_secs=2,
             health_failure_threshold=3,
             health_success_threshold=1,
+            worker_transport_failures=3,
+            worker_stall_secs=1,
+            worker_wedge_secs=1.5,
+            disable_circuit_breaker=False,
+            cb_failure_threshold=5,
+            cb_timeout_duration_secs=0.5,
             shutdown_grace_period_secs=5,
             **settings,
         )

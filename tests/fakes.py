@@ -65,6 +65,9 @@ class FakeFleet:
     def usable(self, role, model):
         return tuple(w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids))
 
+    def healthy(self, role):
+        return tuple(w for w in self.workers if w.role is role and w.usable)
+
     def __len__(self):
         return len(self.workers)
 
@@ -306,6 +309,7 @@ class Rig:
         assert self.gateway.progress.watched == 0
         assert self.egress.out == []
         assert {w.id: w.load for w in self.workers if w.load} == {}
+        assert {w.id: w.breaker.trials for w in self.workers if w.breaker.trials} == {}
 
     def report(self, name: str, sent: int) -> None:
         """Envoy says how much of a watched answer has gone out."""

@@ -132,6 +132,11 @@ class Engine:
     server_info_path: str = "/server_info"
     extra_info: dict[str, Any] = field(default_factory=dict)
     hang: bool = False
+    generates: int = 200  # what SGLang's /health_generate says
+    hang_generating: bool = False  # until ``proceed``
+    proceed: asyncio.Event = field(default_factory=asyncio.Event)
+    running: int = 0  # requests, by vLLM's /metrics
+    steps: bool = False  # the engine: its figures move
     host: str = "0.0.0.0"
     port: int = 0
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
@@ -198,6 +203,13 @@ class Engine:
             await asyncio.Event().wait()
         if request.path == "/health":
             return web.Response(status=self.health)
+        if request.path == "/health_generate" and self.owner == "sglang":
+            if self.hang_generating:
+                await self.proceed.wait()
+            return web.Response(status=self.generates)
+        if request.path == "/metrics" and self.owner == "vllm":
+            done = len(self.requests) if self.steps else 0
+            return web.Response(text=f"vllm:num_requests_running {self.running}.0\nvllm:prompt_tokens_total {done}\n")
         if request.path == "/v1/models":
             root = {"root": "/models/tiny"} if self.owner == "vllm" else {}
             entries = [{"id": model, "owned_by": self.owner, **root, "max_model_len": 2048} for model in self.models]
@@ -300,5 +312,5 @@ async def fleet(
         await made.monitor.stop()
         await made.registry.close()
         await made.client.close()
-    ours = ("watch-", "drain-", "retire-", "publish-")
+    ours = ("watch-", "drain-", "retire-", "publish-", "stalls", "ask-")
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith(ours)] == []

@@ -336,11 +336,10 @@ def test_null_says_nothing() -> None:
 
 
 def test_what_is_kept_and_changes_nothing_is_told() -> None:
-    said = parsed(priority=1, cost=2, max_connection_attempts=3, health={"drain_settle_secs": 1}).unused
+    said = parsed(priority=1, cost=2, max_connection_attempts=3).unused
     assert [words.split(" ")[0] for words in said] == [
         "priority",
         "cost",
         "max_connection_attempts",
-        "health.drain_settle_secs",
     ]
     assert parsed().unused == ()

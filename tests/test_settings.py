@@ -62,6 +62,9 @@ def test_the_defaults_are_the_peers() -> None:
     assert (settings.health_check_timeout_secs, settings.health_check_interval_secs) == (5, 60)
     assert settings.health_check_endpoint == "/health"
     assert settings.disable_health_check is False
+    assert (settings.cb_failure_threshold, settings.cb_success_threshold) == (10, 3)
+    assert (settings.cb_timeout_duration_secs, settings.cb_window_duration_secs) == (60, 120)
+    assert settings.disable_circuit_breaker is False
     assert settings.drain_settle_secs == 5
     assert settings.pd_pairing_mode is PairingMode.LENIENT
     assert settings.model_alias == ()
@@ -83,6 +86,11 @@ def test_our_own_defaults() -> None:
     assert settings.response_headers is True
     assert settings.trust_client_control_fields is False
     assert settings.no_envoy is False
+    assert settings.worker_transport_failures == 3
+    assert (settings.worker_stall_secs, settings.worker_wedge_secs) == (10, 20)  # the peer's 2 and 3 mean less
+    assert settings.worker_drain_timeout_secs == settings.request_timeout_secs
+    assert settings.envoy_hosts_interval_secs == 10
+    assert settings.envoy_admin_address is None
     assert settings.on_prefill_failure is OnPrefillFailure.RETRY
     assert settings.kv_missing is KvMissing.RECOMPUTE
     assert settings.mooncake_dispatch is MooncakeDispatch.CONCURRENT
@@ -157,6 +165,17 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "request_id_headers": ("X-One", "[X-One]", ("x-one",)),
     "response_headers": ("false", "false", False),
     "trust_client_control_fields": ("true", "true", True),
+    "worker_transport_failures": ("0", "0", 0),
+    "worker_stall_secs": ("0", "0", 0),
+    "worker_wedge_secs": ("7", "7", 7),
+    "worker_drain_timeout_secs": ("7", "7", 7),
+    "envoy_hosts_interval_secs": ("0", "0", 0),
+    "envoy_admin_address": ("envoy.test:9901", "envoy.test:9901", "envoy.test:9901"),
+    "disable_circuit_breaker": ("true", "true", True),
+    "cb_failure_threshold": ("7", "7", 7),
+    "cb_success_threshold": ("7", "7", 7),
+    "cb_timeout_duration_secs": ("7", "7", 7),
+    "cb_window_duration_secs": ("7", "7", 7),
     "disable_health_check": ("true", "true", True),
     "health_check_endpoint": ("/ping?deep=1", "/ping?deep=1", "/ping?deep=1"),
     "health_check_interval_secs": ("7", "7", 7),
@@ -572,6 +591,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_worker_is_given_once(prefill: list[str], decode: list[str]) -> None:
     (line,) = problems({"prefill": prefill, "decode": decode})
     assert line.endswith("is given more than once (--prefill, --decode)")
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("unix:/x.sock", "--envoy-admin-address: Must be host:port (got 'unix:/x.sock')"),
+        ("name:0", "--envoy-admin-address: Port must be between 1 and 65535 (got 'name:0')"),
+    ],
+)
+def test_an_admin_interface_is_at_a_tcp_port(address: str, problem: str) -> None:
+    assert problems({"envoy_admin_address": address}) == [problem]
 
 
 def test_listening_ports_differ() -> None:

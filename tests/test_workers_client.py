@@ -59,6 +59,23 @@ async def test_what_is_asked(client: WorkerClient) -> None:
         assert "authorization" not in server.requests[1][1]
 
 
+async def test_what_a_probe_asks(client: WorkerClient) -> None:
+    async with engine(health=503) as server:
+        named = worker(f"http://engine:{server.port}", api_key="k")
+        assert await client.probe(named, "/health?deep=1", within=LONG, ip="127.0.0.1") == 503
+        path, headers = server.requests[0]
+        assert path == "/health"
+        assert headers == {
+            "host": f"engine:{server.port}",
+            "authorization": "Bearer k",
+            "accept": "*/*",
+            "connection": "close",
+        }
+        server.health = 204
+        assert await client.probe(worker(server.url), "/health", within=LONG, ip="127.0.0.1") == 204
+        assert "authorization" not in server.requests[1][1]
+
+
 async def test_what_is_posted(client: WorkerClient) -> None:
     async with engine() as server:
         named = worker(f"http://engine:{server.port}", api_key="k", endpoint=f"127.0.0.1:{server.port}")
@@ -89,6 +106,8 @@ async def test_nobody_listens(client: WorkerClient) -> None:
         dead = worker(f"http://127.0.0.1:{unbound.getsockname()[1]}")
         with pytest.raises(UnreachableError, match="GET /health: Connection refused"):
             await client.get(dead, "/health", within=LONG, ip="127.0.0.1")
+        with pytest.raises(UnreachableError, match="GET /health: Connection refused"):
+            await client.probe(dead, "/health", within=LONG, ip="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +125,30 @@ async def test_answers_that_are_none(client: WorkerClient, answer: bytes, kind: 
             await client.get(broken, "/health", within=LONG, ip="127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("answer", "kind", "said"),
+    [
+        (b"", UnreachableError, "closed without an answer"),
+        (b"HTTP/1.1 200", UnreachableError, "closed without an answer"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", NoAnswerError, "not HTTP: b'SSH-2.0"),
+        (b"HTTP/1.1 ok\r\n\r\n", NoAnswerError, "not HTTP"),
+        (b"\r\n\r\n", NoAnswerError, "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"x" * 100_000, NoAnswerError, "a head of more than 65536 bytes"),
+    ],
+)
+async def test_what_is_no_answer_to_a_probe(
+    client: WorkerClient, answer: bytes, kind: type[Exception], said: str
+) -> None:
+    async with raw_server(answer) as broken:
+        with pytest.raises(kind, match=f"GET /health: {said}"):
+            await client.probe(broken, "/health", within=LONG, ip="127.0.0.1")
+
+
+async def test_a_probe_needs_no_body(client: WorkerClient) -> None:
+    async with raw_server(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n") as brief:
+        assert await client.probe(brief, "/health", within=LONG, ip="127.0.0.1") == 200
+
+
 async def test_an_answer_without_end(client: WorkerClient) -> None:
     async with raw_server(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"x" * (17 << 20)) as endless:
         with pytest.raises(NoAnswerError, match="answer of more than 16777216 bytes"):
@@ -117,6 +160,9 @@ async def test_silence(client: WorkerClient) -> None:
         with pytest.raises(NoAnswerError, match=r"GET /health: no answer within 0\.02 s") as silence:
             await client.get(worker(server.url), "/health", within=0.02, ip="127.0.0.1")
         assert not isinstance(silence.value, UnreachableError)  # it may only be busy
+        with pytest.raises(NoAnswerError, match=r"GET /health: no answer within 0\.02 s") as silence:
+            await client.probe(worker(server.url), "/health", within=0.02, ip="127.0.0.1")
+        assert not isinstance(silence.value, UnreachableError)
 
 
 async def test_a_connection_that_is_not_made() -> None:
@@ -132,6 +178,8 @@ async def test_a_connection_that_is_not_made() -> None:
         full = worker(f"http://127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(UnreachableError, match=r"GET /health: no connection within 0\.02 s"):
             await client.get(full, "/health", within=LONG, ip="127.0.0.1")
+        with pytest.raises(UnreachableError, match=r"GET /health: no connection within 0\.02 s"):
+            await client.probe(full, "/health", within=LONG, ip="127.0.0.1")
 
 
 async def test_tls_is_verified_by_the_workers_name() -> None:
@@ -153,6 +201,11 @@ async def test_tls_is_verified_by_the_workers_name() -> None:
             await trusting.get(worker(f"https://other:{port}"), "/", within=LONG, ip="127.0.0.1")
         with pytest.raises(UnreachableError, match="self-signed certificate"):
             await distrusting.get(worker(f"https://engine:{port}"), "/", within=LONG, ip="127.0.0.1")
+        assert await trusting.probe(worker(f"https://engine:{port}"), "/", within=LONG, ip="127.0.0.1") == 404
+        with pytest.raises(UnreachableError, match="Hostname mismatch"):
+            await trusting.probe(worker(f"https://other:{port}"), "/", within=LONG, ip="127.0.0.1")
+        with pytest.raises(UnreachableError, match="self-signed certificate"):
+            await distrusting.probe(worker(f"https://engine:{port}"), "/", within=LONG, ip="127.0.0.1")
     finally:
         await trusting.close()
         await distrusting.close()

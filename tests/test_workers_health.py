@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from fleet import FAST, SLOW, Engine, Fleet, engine, eventually, fleet, spec, until
@@ -124,7 +125,8 @@ class TestLeaving:
             await f.becomes(worker, Status.READY)
 
     async def test_reports_of_a_healthy_worker_cost_few_probes(self) -> None:
-        async with engine() as server, fleet(SLOW, Pace(report=0.1)) as f:
+        patient = replace(SLOW, transport_threshold=0)
+        async with engine() as server, fleet(patient, Pace(report=0.1)) as f:
             worker = f.registry.add(spec(P, server.url))
             await until(f.registry, lambda: worker.usable)
             until_then = time.monotonic() + 0.25
@@ -144,6 +146,66 @@ class TestLeaving:
             await server.asked.wait()  # the probe is under way
             f.monitor.report_unreachable(worker)
             await eventually(lambda: server.count("/health") >= 3)
+
+    async def test_connections_refused_or_lost_in_a_row_take_it_out_before_any_probe(self) -> None:
+        async with engine() as server, fleet(SLOW, Pace(report=60)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            f.monitor.report_unreachable(worker)
+            f.monitor.report_failure(worker)
+            worker.answers += 1  # a request was answered between
+            f.monitor.report_unreachable(worker)
+            f.monitor.report_failure(worker)
+            assert worker.usable
+            f.monitor.report_unreachable(worker)
+            assert worker.status is Status.NOT_READY
+            assert f.registry.trouble(worker) == "3 requests in a row found no connection, or lost it"
+            assert f.registry.usable(P, None) == ()
+
+    async def test_it_comes_back_as_any_other_and_says_what_it_is(self) -> None:
+        async with engine() as server, fleet(SLOW) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            seen, known = server.count("/health"), server.count("/server_info")
+            for _ in range(3):
+                f.monitor.report_unreachable(worker)
+            assert worker.status is Status.NOT_READY
+            await f.becomes(worker, Status.READY)
+            assert server.count("/health") == seen + 2
+            assert server.count("/server_info") == known + 1
+
+    async def test_a_good_probe_between_starts_the_count_anew(self) -> None:
+        async with engine() as server, fleet(SLOW) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            for _ in range(3):
+                seen = server.count("/health")
+                f.monitor.report_unreachable(worker)
+                f.monitor.report_unreachable(worker)
+                await eventually(lambda seen=seen: server.count("/health") > seen)
+                await asyncio.sleep(0.01)
+            assert worker.usable
+
+    @pytest.mark.parametrize(
+        "settings", [replace(SLOW, transport_threshold=0), HealthSettings(enabled=False, transport_threshold=1)]
+    )
+    async def test_reports_alone_take_nobody_out_where_that_is_not_wanted(self, settings: HealthSettings) -> None:
+        async with engine() as server, fleet(settings) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            for _ in range(10):
+                f.monitor.report_unreachable(worker)
+                f.monitor.report_failure(worker)
+            assert worker.usable
+
+    async def test_trouble_that_somebody_else_has_seen_brings_a_probe_and_nothing_else(self) -> None:
+        async with engine() as server, fleet(SLOW) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            for _ in range(10):
+                f.monitor.look_again(worker)
+            assert worker.usable
+            await eventually(lambda: server.count("/health") == 2)
 
     async def test_reports_of_strangers_are_ignored(self) -> None:
         async with fleet() as f:

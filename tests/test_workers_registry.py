@@ -16,6 +16,7 @@ from extproc.workers.kv_config import KvConfig
 from extproc.workers.metadata import Metadata
 from extproc.workers.pairing import PairingMode
 from extproc.workers.registry import Change, Registry, WorkerExistsError
+from extproc.workers.spec import HealthOverrides
 from extproc.workers.worker import MOONCAKE, NIXL, Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE
@@ -480,6 +481,22 @@ class TestRemoving:
         registry.remove(worker)
         await until(registry, lambda: not len(registry))
         await registry.close()
+
+    @pytest.mark.parametrize(("settle", "gone"), [(None, True), (0, True), (0.01, True), (1000, False)])
+    async def test_it_stays_for_its_own_time_to_settle(
+        self,
+        registry: Registry,
+        settle: float | None,
+        gone: bool,  # noqa: FBT001
+    ) -> None:
+        worker = registry.add(spec(P, "http://10.0.0.1:1", health=HealthOverrides(drain_settle_secs=settle)))
+        registry.remove(worker)
+        if gone:
+            await until(registry, lambda: not len(registry))
+        else:
+            await asyncio.sleep(0.05)
+            assert worker.status is Status.DRAINING
+            assert list(registry) == [worker]
 
     async def test_a_draining_worker_stays_so(self, registry: Registry) -> None:
         worker = add_ready(registry, P, "http://10.0.0.1:8000")

@@ -72,7 +72,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "cost": worker.cost,
         "max_connection_attempts": spec.max_connection_attempts or _MAX_CONNECTION_ATTEMPTS,
         **{name: value for name, value in optional.items() if value},
-        "is_healthy": worker.usable,
+        "is_healthy": worker.sought,
         "status": worker.status.value,
         "load": worker.load,
         "http2": False,

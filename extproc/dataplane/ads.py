@@ -18,11 +18,12 @@ from typing import Any
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc  # type: ignore[import-untyped]
+from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
 
 from extproc.transport.address import SocketFile, UnixAddress, claim_socket_file, parse_address
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Snapshot
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Health, Snapshot
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 _TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
@@ -226,6 +227,8 @@ def _fill(target: Any, endpoint: Endpoint) -> None:
     address = target.endpoint.address.socket_address
     address.address, address.port_value = endpoint.ip, endpoint.port
     target.endpoint.hostname = host_header(endpoint)
+    if endpoint.health is not Health.HEALTHY:  # which Envoy takes for granted
+        target.health_status = health_check_pb2.HealthStatus.Value(endpoint.health.value)
     if endpoint.tls:
         target.metadata.filter_metadata[_TRANSPORT_SOCKET_MATCH].update({"tls": True})
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from extproc.errors import CATALOGUE, GatewayError
-from extproc.exchange.failures import failure_of, loss_of
+from extproc.exchange.failures import failure_of, loss_of, was_connected
 from extproc.exchange.headers import HeaderValue
 from extproc.names import ERROR_CODE, LOCAL_REPLY, UPSTREAM
 from extproc.policies.placement import Placer
@@ -125,7 +125,8 @@ class WholeAnswer:
             self._failed(failure_of(worker, self.status, self.headers, self.body, answers_client=answers))
         elif self._is_failure(self.body):
             name = self._worker.role.value
-            self._failed(GatewayError(f"{name}_failed", f"{name} worker {self._worker.url} aborted the request"))
+            message = f"{name} worker {self._worker.url} aborted the request"
+            self._failed(GatewayError(f"{name}_failed", message, answered=self.status))
         else:
             self._complete(self)
 
@@ -141,6 +142,16 @@ def answered_by(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker 
         return None
     endpoint = fields.get(_UPSTREAM, b"").decode("latin-1")
     return next((worker for worker in workers if worker.endpoint == endpoint), workers[0])
+
+
+def broke_at(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker | None:
+    """Which of ``workers`` had the leg when its connection broke, by Envoy's own answer; None where it is no such."""
+    fields = dict(headers)
+    flags = fields.get(_LOCAL_REPLY)
+    if flags is None or not was_connected(flags):
+        return None
+    endpoint = fields.get(_UPSTREAM, b"").decode("latin-1")
+    return next((worker for worker in workers if worker.endpoint == endpoint), None)
 
 
 def never_fetched(code: str, status: int, *, stream: bool) -> bool:

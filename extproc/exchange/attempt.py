@@ -10,9 +10,9 @@ from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import RESPONSES
 from extproc.errors import GatewayError
-from extproc.exchange.answers import WholeAnswer, answered_by, refused_before, tellable
+from extproc.exchange.answers import WholeAnswer, answered_by, broke_at, refused_before, tellable
 from extproc.exchange.attempts import KvMissing
-from extproc.exchange.failures import kv_missing, loss_of
+from extproc.exchange.failures import charge, kv_missing, loss_of, refused
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers, leg_path
 from extproc.exchange.orders import send_orders
@@ -68,6 +68,7 @@ class _Part:
         "params",
         "plan",
         "prefill",
+        "turn",
         "worker",
     )
 
@@ -76,6 +77,7 @@ class _Part:
         self._refusal: WholeAnswer | None = None  # receives an answer that is an error
         self.index = index
         self.worker = worker  # who decodes, as far as known
+        self.turn = 0  # of that worker, while the decode leg is out
         self.headed = False  # it is known
         self.begun = False  # a token of the answer has come
         self.plan: Plan | None = None
@@ -104,17 +106,20 @@ class _Part:
 
     def done(self) -> None:
         """See LegReceiver."""
-        refusal = self._refusal
+        refusal, turn = self._refusal, self.turn
         self.over()
         if refusal is not None:
             refusal.done()
         else:
+            self.worker.answered(turn)
             self._attempt.events.decode_done(self.index)
 
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
+        error = loss_of(self.worker, reason, detail)
+        charge((self.worker,), error, self.turn)
         self.over()
-        self._attempt.lost(self, loss_of(self.worker, reason, detail))
+        self._attempt.lost(self, error)
 
     def guarded(self, step: Callable[[], None]) -> None:
         """See PrefillEvents."""
@@ -149,7 +154,7 @@ class _Part:
         """The decode leg has ended."""
         self.decode = None
         self._refusal = None  # it refers back to us
-        self.worker.load -= 1
+        self.worker.end(self.turn)
 
 
 class Attempt:
@@ -275,13 +280,12 @@ class Attempt:
         """A decode leg has its answer's head, and with it the word of who answers."""
         served = answered_by(self._decodes, headers)
         if served is None:
+            if broken := broke_at(self._decodes, headers):
+                self._is_with(part, broken)
             return
-        for worker in refused_before(self._decodes, served):
-            self._session.gateway.report_unreachable(worker)
         part.headed = True
-        part.worker.load -= 1
-        served.load += 1
-        part.worker = served
+        served.answers += 1
+        self._is_with(part, served)
         if served.role is Role.PREFILL:
             self._session.record.prefill = served.name
         else:
@@ -314,6 +318,13 @@ class Attempt:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _is_with(self, part: _Part, worker: Worker) -> None:
+        """Envoy says where a decode leg is: after a fail-over that is not the first of the list."""
+        if worker is not part.worker:
+            refused(self._session.gateway, refused_before(self._decodes, worker), part.turn)
+            part.worker.end(part.turn)
+            part.worker, part.turn = worker, worker.begin()
+
     def _untold(self, part: _Part, code: str, status: int = 0) -> None:
         """See to what a decode worker that failed before its answer may not have told the prefill."""
         if part.prefill is not None:
@@ -322,6 +333,8 @@ class Attempt:
 
     def _refused(self, part: _Part, error: GatewayError) -> None:
         self._unreachable = error.fault.code.endswith("_unreachable")
+        partner = self.prefill if part.prefill is not None else None
+        charge(self._decodes if self._unreachable else (part.worker,), error, part.turn, partner)
         code = "" if part.headed else error.fault.code
         self._untold(part, code, error.status)
         self.events.leg_failed(error, self._decodes if self._unreachable else (part.worker,))
@@ -354,7 +367,7 @@ class Attempt:
         path = leg_path(self._request.api, head.path)
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
         part.decode = gateway.egress.send(headers, body, part)
-        part.worker.load += 1
+        part.turn = part.worker.begin()
 
     def _leg_id(self, part: _Part) -> bytes:
         """What workers are told for the request's id: engines name a request after it."""

@@ -15,12 +15,12 @@ from extproc.exchange.answers import AnswerHead, tellable
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
 from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, Handle
-from extproc.exchange.failures import gone, kv_missing, refuse_unknown, report
+from extproc.exchange.failures import charge, gone, kv_missing, refuse_unknown, refused, report
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.leg_heads import destinations, leg_path
 from extproc.exchange.machine import Event, Outside, State, rule_of
 from extproc.exchange.orders import send_orders
-from extproc.exchange.placed import Placed
+from extproc.exchange.placed import Placed, still_sought
 from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.progress import Watch
 from extproc.exchange.record import NO_PARAMS, WAIVED
@@ -75,6 +75,7 @@ class DirectCourse:
         "_status",
         "_stored",
         "_timer",
+        "_turn",
         "_unpinned",
         "_upstreams",
         "_waives",
@@ -89,6 +90,7 @@ class DirectCourse:
         self._state = State.READY
         self._upstreams = upstreams  # where Envoy may send the released request, in order
         self._decode = upstreams[0]  # who has the released request, as far as known
+        self._turn = 0  # of that worker, while it has it
         self._handoff: Handoff | None = None
         self._prefill: Worker | None = None
         self._leg: PrefillLeg | None = None
@@ -204,6 +206,8 @@ class DirectCourse:
             self._session.record.code = self._local_reply = head.code
             if head.code.endswith("_unreachable"):
                 self._report(self._upstreams)
+            else:
+                self._served_by(head.upstream)  # its connection broke
         elif head.upstream != self._decode.endpoint:
             self._served_by(head.upstream)
         if status >= 400:
@@ -214,6 +218,7 @@ class DirectCourse:
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
         self._params = b""
+        self._decode.answered(self._turn)
         if self._stored:
             self._session.gateway.stored.made(self._stored, self._decode)
         self._fire(Event.DECODE_HEAD_EARLY if self._hold else Event.DECODE_HEAD)
@@ -296,8 +301,11 @@ class DirectCourse:
     def release(self) -> None:
         """See Outside."""
         session = self._session
+        if self._handoff is not None and self._handoff.in_turn:  # the prefill may have taken long
+            self._upstreams = still_sought(self._upstreams)
+            self._decode = self._upstreams[0]
         decode = self._decode
-        decode.load += 1
+        self._turn = decode.begin()
         self._released = True
         body = self._body
         self._body = b""
@@ -392,7 +400,7 @@ class DirectCourse:
 
     def _ended(self) -> None:
         """The leg that stayed with Envoy under a late answer has ended, too."""
-        self._decode.load -= 1
+        self._decode.end(self._turn)
         self._unpin()
 
     def give_back(self) -> None:
@@ -499,6 +507,7 @@ class DirectCourse:
         gateway, worker = self._session.gateway, self._decode
         error = head.error(worker)
         unreachable = error.fault.code.endswith("_unreachable")
+        charge(self._upstreams if unreachable else (worker,), error, self._turn, self._prefill)
         if not unreachable:  # else they were reported
             report(gateway, (worker,), error)
         again = gateway.config.retry_released and self._may_try_again(
@@ -565,7 +574,7 @@ class DirectCourse:
     def _give_decode_back(self) -> None:
         if self._released:
             self._released = False
-            self._decode.load -= 1
+            self._decode.end(self._turn)
 
     def _abort(self, workers: Sequence[Worker]) -> None:
         if self._plan is not None and self._handoff is not None:
@@ -601,10 +610,10 @@ class DirectCourse:
     def _served_by(self, endpoint: str | None) -> None:
         """Envoy says who answered: after a fail-over that is not the first of the list."""
         for position, worker in enumerate(self._upstreams):
-            if worker.endpoint == endpoint:
-                self._report(self._upstreams[:position])
-                self._decode.load -= 1
-                worker.load += 1
+            if worker.endpoint == endpoint and worker is not self._decode:
+                refused(self._session.gateway, self._upstreams[:position], self._turn)
+                self._decode.end(self._turn)
+                self._turn = worker.begin()
                 self._decode = worker
                 return
 

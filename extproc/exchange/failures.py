@@ -16,6 +16,9 @@ from extproc.workers.worker import Worker
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
+# What stands behind the leg's name in a code.
+_FAULTS: Final = ("failed", "unreachable", "connection_lost", "timeout")
+_NO_CONNECTION: Final = frozenset({"UF", "UH", "NC", "NR", "UO"})  # of Envoy's response flags
 
 
 def failure_of(
@@ -31,13 +34,19 @@ def failure_of(
     if 400 <= status < 500 or (answers_client and status >= 500):  # as a direct request's client would hear it
         code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
-        return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on)
+        return GatewayError(code, message, status=status, retry_after=retry_after, passed_on=passed_on, answered=status)
     return GatewayError(
         f"{name}_failed",
         f"{message}: {body[:_EXCERPT].decode(errors='replace')}",
         status=status if status in (503, 504) else None,
         retry_after=retry_after,
+        answered=status,
     )
+
+
+def was_connected(flags: bytes) -> bool:
+    """Whether Envoy had a connection to a worker when it answered by itself, with these response flags."""
+    return not set(flags.decode("latin-1").split(",")) & _NO_CONNECTION
 
 
 def loss_of(worker: Worker, reason: Lost, detail: str) -> GatewayError:
@@ -67,6 +76,41 @@ def refuse_unknown(gateway: Gateway, prefill: Worker, alone: Alone) -> None:
         raise GatewayError("kv_missing", f"prefill worker {prefill.url} cannot hand over: {alone.why}")
 
 
+def charge(workers: Sequence[Worker], error: GatewayError, turn: int, partner: Worker | None = None) -> None:
+    """Have the circuit breakers of ``workers`` count the failure of a leg.
+
+    A 4xx is the client's fault and says nothing of a worker. What says that it is busy (429, 503) is counted apart,
+    what was no worker's fault not at all. It must be the leg's own failure: what the other leg of its pair has brought
+    about is charged to that one's worker.
+
+    Args:
+        workers: where the leg was, or was tried.
+        error: what became of it.
+        turn: what the first of them gave for it.
+        partner: the prefill worker of a decode leg. Where that is out, a decode's 5xx means that it could not fetch the
+            KV cache (seen with vLLM and SGLang), which is not its fault.
+    """
+    _, _, kind = error.fault.code.partition("_")
+    if kind == "failed" and partner is not None and not partner.usable:
+        kind = ""
+    for worker in workers:
+        if error.answered:
+            worker.answers += 1
+        if error.answered in worker.breaker.settings.capacity:
+            worker.breaker.pushbacks += 1
+        elif kind in _FAULTS:
+            worker.breaker.failed(turn)
+        turn = 0
+
+
+def refused(gateway: Gateway, workers: Sequence[Worker], turn: int) -> None:
+    """``workers`` refused the connection, and Envoy went on to the next one; ``turn`` as for :func:`charge`."""
+    for worker in workers:
+        worker.breaker.failed(turn)
+        gateway.report_unreachable(worker)
+        turn = 0
+
+
 def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> None:
     """Tell whoever watches ``workers`` of the failure of a leg on them, where that may be their own."""
     code = error.fault.code
@@ -81,7 +125,7 @@ def _envoys_word(worker: Worker, flags: bytes) -> GatewayError:
     """Translate Envoy's response flags for an answer that no worker gave."""
     found = set(flags.decode("latin-1").split(","))
     name = worker.role.value
-    if found & {"UF", "UH", "NC", "NR", "UO"}:
+    if found & _NO_CONNECTION:
         message = f"{name} worker {worker.url} does not accept connections ({flags.decode('latin-1')})"
         return GatewayError(f"{name}_unreachable", message, retry_after=_RETRY_AFTER)
     if found & {"UT", "SI", "DT", "UMSDR"}:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, never_fetched
 from extproc.exchange.clock import LEFTOVER_SECONDS, PUSH_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
+from extproc.exchange.failures import charge
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
 from extproc.exchange.orders import send_orders, settle, unpin
@@ -62,6 +63,7 @@ class PrefillLeg:
         "_path",
         "_placed",
         "_session",
+        "_turn",
         "_unsettled",
         "plan",
     )
@@ -86,6 +88,7 @@ class PrefillLeg:
         self._keep = keep
         self._events = events
         self._leg: Leg | None = None
+        self._turn = 0  # of its worker
         self._limit: Handle | None = None  # of a leg that is let finish although nobody wants its answer any more
         self.plan = plan
         self._answered_well: float | None = None  # when that was
@@ -119,7 +122,7 @@ class PrefillLeg:
             keep=self._keep,
         )
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
-        worker.load += 1
+        self._turn = worker.begin()
         self._decoding = gateway.clock.now()
         self.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
 
@@ -176,6 +179,7 @@ class PrefillLeg:
 
     def _answered(self, answer: WholeAnswer) -> None:
         self._answered_well = now = self._session.gateway.clock.now()
+        self._placed.pair.prefill.answered(self._turn)
         if self._limit is not None:
             self._let_finish()
             if now < self._unsettled:
@@ -188,6 +192,7 @@ class PrefillLeg:
         events.prefill_answered(self, answer.body)
 
     def _failed(self, error: GatewayError) -> None:
+        charge((self._placed.pair.prefill,), error, self._turn)
         if self._limit is not None:
             self._let_finish()
             self.unpin(error)
@@ -212,5 +217,5 @@ class PrefillLeg:
         events = self._events
         del self._events
         self._leg = self._limit = None
-        self._placed.pair.prefill.load -= 1
+        self._placed.pair.prefill.end(self._turn)
         return events

@@ -38,6 +38,9 @@ class Fleet(Protocol):
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """The workers of ``role`` that may be given a request for ``model`` now."""
 
+    def healthy(self, role: Role) -> Sequence[Worker]:
+        """All workers of ``role`` that may be asked something, whatever advises against giving them requests."""
+
     def __len__(self) -> int:
         """How many workers are registered."""
 
@@ -114,11 +117,11 @@ class Placer:
         return _of_one_kind(self._decode.rank(found, CANDIDATES)) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
-        """Every decode worker that may be given a request now, in no order of preference.
+        """Every decode worker that may be asked something now, in no order of preference.
 
         Of two, one may be the only one that keeps what is asked for.
         """
-        return self._fleet.usable(Role.DECODE, None)
+        return self._fleet.healthy(Role.DECODE)
 
     def prefills(self, model: str | None, like: Worker | None = None) -> Sequence[Worker]:
         """Prefill workers in order of preference, for a request that one of them answers alone.

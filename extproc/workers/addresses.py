@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from extproc.workers.endpoints import Endpoint, Snapshot
+from extproc.workers.breaker import BreakerState
+from extproc.workers.endpoints import Endpoint, Health, Snapshot
 from extproc.workers.publication import Publish, Publisher
-from extproc.workers.worker import Role, Worker
+from extproc.workers.worker import Role, Status, Worker
 
 
 class EndpointTakenError(Exception):
@@ -26,6 +27,7 @@ class _Place:
     wanted: Endpoint | None = None  # where the worker is now
     current: Endpoint | None = None  # what ``worker.endpoint`` says: acknowledged by Envoy
     retired: list[Endpoint] = field(default_factory=list)  # earlier ones that requests under way may still name
+    told: Health = Health.HEALTHY  # what the last snapshot says of the worker
 
     def held(self) -> Iterator[Endpoint]:
         """Where the worker is, and where it is still sent requests until Envoy knows; nobody else may be there."""
@@ -81,6 +83,12 @@ class Addresses:
                 place.retired.append(place.current)
             place.wanted = place.current = None
 
+    def tell_health(self, worker: Worker) -> None:
+        """The worker may be better or worse than Envoy was told."""
+        place = self._places.get(worker.id)
+        if place is not None and place.told is not _health(worker):
+            self._publisher.request()
+
     async def forget(self, worker: Worker) -> None:
         """Have Envoy forget the worker; return when it has acknowledged that, or refused to."""
         self._places.pop(worker.id, None)
@@ -111,8 +119,11 @@ class Addresses:
 
     def _endpoints(self, role: Role) -> tuple[Endpoint, ...]:
         """What Envoy should know; where a new worker has taken a retired address, the new one counts."""
-        held = [endpoint for place in self._of_role(role) for endpoint in place.held()]
-        retired = [endpoint for place in self._of_role(role) for endpoint in place.retired]
+        places = list(self._of_role(role))
+        for place in places:
+            place.told = _health(place.worker)
+        held = [_in_health(endpoint, place.told) for place in places for endpoint in place.held()]
+        retired = [_in_health(endpoint, Health.DRAINING) for place in places for endpoint in place.retired]
         by_address: dict[str, Endpoint] = {}
         for endpoint in (*held, *retired):
             by_address.setdefault(endpoint.address, endpoint)
@@ -120,7 +131,8 @@ class Addresses:
 
     def _acknowledged(self, snapshot: Snapshot) -> None:
         self.refusal = ""
-        known = {Role.PREFILL: frozenset(snapshot.prefill), Role.DECODE: frozenset(snapshot.decode)}
+        lists = {Role.PREFILL: snapshot.prefill, Role.DECODE: snapshot.decode}
+        known = {role: {_in_health(endpoint, Health.HEALTHY) for endpoint in lists[role]} for role in lists}
         for place in tuple(self._places.values()):
             if place.wanted in known.get(place.worker.role, ()):
                 self._settle(place)
@@ -145,3 +157,15 @@ class Addresses:
         await self._until_idle(place.worker)
         place.retired.remove(endpoint)
         self._publisher.request()
+
+
+def _health(worker: Worker) -> Health:
+    """What Envoy is told of ``worker``; of one that was never asked how it is, nothing bad."""
+    if worker.status is Status.DRAINING:
+        return Health.DRAINING
+    out = worker.status in (Status.NOT_READY, Status.FAILED) or worker.breaker.state is BreakerState.OPEN
+    return Health.UNHEALTHY if out else Health.HEALTHY
+
+
+def _in_health(endpoint: Endpoint, health: Health) -> Endpoint:
+    return endpoint if endpoint.health is health else replace(endpoint, health=health)

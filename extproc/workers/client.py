@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from extproc.workers.probe import ConnectionTimeoutError, NotHttpError, status_of
 from extproc.workers.worker import Worker
 
 _ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
@@ -69,6 +70,24 @@ class WorkerClient:
         ``ip`` None asks where Envoy sends the worker's requests. Redirects are not followed. Raises NoAnswerError.
         """
         return await self._ask_worker(worker, "GET", path, {}, None, within, ip)
+
+    async def probe(self, worker: Worker, path: str, *, within: float, ip: str) -> int:
+        """As :meth:`get`, for the status alone: at a third of the cost, and whatever the body may be."""
+        fields = [f"GET {path} HTTP/1.1", f"host: {worker.url.authority}", "accept: */*", "connection: close"]
+        if worker.api_key:
+            fields.append(f"authorization: Bearer {worker.api_key}")
+        request = ("\r\n".join(fields) + "\r\n\r\n").encode()
+        tls = (self._default_tls(), worker.url.host) if worker.url.scheme == "https" else None
+        try:
+            return await status_of(ip, worker.url.port, request, connect=self._connect_limit, within=within, tls=tls)
+        except ConnectionTimeoutError:
+            raise UnreachableError(f"GET {path}: no connection within {self._connect_limit:g} s") from None
+        except TimeoutError:
+            raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
+        except OSError as error:
+            raise UnreachableError(f"GET {path}: {_cause(error)}") from None
+        except NotHttpError as error:
+            raise NoAnswerError(f"GET {path}: {error}") from None
 
     async def post(
         self,
@@ -159,6 +178,11 @@ class WorkerClient:
         except (aiohttp.ClientError, ValueError) as error:
             raise NoAnswerError(f"{method} {path}: {_cause(error)}") from None
 
+    def _default_tls(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
     async def close(self) -> None:
         """Close every connection."""
         if self._session is not None:
@@ -193,6 +217,10 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 def _cause(error: Exception) -> str:
     """The system's word for its error where there is one: aiohttp adds what the reader knows, asyncio says less."""
     number = getattr(getattr(error, "os_error", error), "errno", None)
-    if isinstance(number, int) and number in errno.errorcode and not isinstance(error, aiohttp.ClientSSLError):
+    if (
+        isinstance(number, int)
+        and number in errno.errorcode
+        and not isinstance(error, aiohttp.ClientSSLError | ssl.SSLError)
+    ):
         return os.strerror(number)
     return str(error) or type(error).__name__

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 PREFILL_CLUSTER = "prefill"
 DECODE_CLUSTER = "decode"
+
+
+class Health(Enum):
+    """What Envoy is told of how a worker is; the values are names of ``envoy.config.core.v3.HealthStatus``.
+
+    For Envoy's own statistics and for other users of its clusters: the policy ``override_host`` (1.40) sends to the
+    hosts that a request names, whatever their health.
+    """
+
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    DRAINING = "DRAINING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +29,7 @@ class Endpoint:
     port: int
     hostname: str
     tls: bool = False
+    health: Health = Health.HEALTHY
 
     @property
     def address(self) -> str:

@@ -10,6 +10,7 @@ from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Change, Registry
 from extproc.workers.resolver import Resolver
+from extproc.workers.stalls import Stalls
 from extproc.workers.watch import Watch
 from extproc.workers.worker import Status, Worker
 
@@ -37,6 +38,7 @@ class Monitor:
         self._pace = pace or Pace()
         self._token_reuse = token_reuse
         self._refresh = MooncakeRefresh(registry, client)
+        self._stalls = Stalls(registry, self._ask_for_life, self._settings.stall)
         self._gate = asyncio.Semaphore(self._pace.concurrency)
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -48,12 +50,14 @@ class Monitor:
         self._unsubscribe = self._registry.subscribe(self._changed)
         for worker in self._registry:
             self._watch(worker)
+        self._stalls.start()
 
     async def stop(self) -> None:
         """Stop watching; returns when no probe is under way."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
+        await self._stalls.stop()
         for worker_id in tuple(self._watches):
             self._forget(worker_id)
         if self._ending:
@@ -62,6 +66,8 @@ class Monitor:
     def report_unreachable(self, worker: Worker) -> None:
         """The data path could not connect to ``worker``: look at it now rather than at the next interval.
 
+        Several of these in a row, or of :meth:`report_failure`, take it out before that.
+
         Cheap and safe to call for every failed request.
         """
         watch = self._watches.get(worker.id)
@@ -69,13 +75,24 @@ class Monitor:
             watch.report_unreachable()
 
     def report_failure(self, worker: Worker) -> None:
-        """A request to ``worker`` failed otherwise (connection lost, 5xx): look at it, and ask again what it is.
+        """A request to ``worker`` lost its connection: look at it, and ask again what it is.
 
         Cheap and safe to call for every failed request.
         """
         watch = self._watches.get(worker.id)
         if watch is not None:
             watch.report_failure()
+
+    def look_again(self, worker: Worker) -> None:
+        """Somebody else has seen trouble with ``worker``: look at it now rather than at the next interval."""
+        watch = self._watches.get(worker.id)
+        if watch is not None:
+            watch.look_again()
+
+    async def _ask_for_life(self, worker: Worker) -> None:
+        watch = self._watches.get(worker.id)
+        if watch is not None:
+            await watch.ask_for_life()
 
     def _changed(self, worker: Worker, change: Change) -> None:
         if change is Change.ADDED:

@@ -17,7 +17,9 @@ def _first(own: _Number | None, common: _Number) -> _Number:
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """When a worker counts as healthy; names and defaults are those of the peer's ``--health-*`` flags. In seconds."""
+    """When a worker counts as healthy; names and defaults are those of the peer's ``--health-*`` flags. In seconds;
+    0 for ``transport_threshold``, ``stall`` means: never.
+    """
 
     failure_threshold: int = 3
     success_threshold: int = 2
@@ -25,6 +27,9 @@ class HealthSettings:
     interval: float = 60.0
     endpoint: str = "/health"
     enabled: bool = True
+    transport_threshold: int = 3  # ours: connections of requests, refused or lost in a row, that take a worker out
+    stall: float = 10.0  # a worker with legs under way that answers none for so long is asked for a sign of life
+    wedge: float = 20.0  # it has so long to give one
 
     def overridden(self, by: HealthOverrides) -> HealthSettings:
         """These settings with one worker's own on top."""
@@ -35,6 +40,9 @@ class HealthSettings:
             interval=_first(by.check_interval_secs, self.interval),
             endpoint=self.endpoint,
             enabled=self.enabled if by.disable_health_check is None else not by.disable_health_check,
+            transport_threshold=self.transport_threshold,
+            stall=self.stall,
+            wedge=self.wedge,
         )
 
 
@@ -66,6 +74,7 @@ class HealthState:
     NOT_READY               3 x failure_threshold failures             FAILED
     FAILED, never READY     1 success                                  READY
     FAILED, once READY      success_threshold successes                READY
+    READY                   what requests met with, or a wedge         NOT_READY
     any                     1 result that shows it is the wrong kind   FAILED
     ======================  =========================================  =========
 
@@ -101,6 +110,12 @@ class HealthState:
             self.status is Status.PENDING and self.failures >= 10 * threshold
         ):
             self.status = Status.FAILED
+        return self.status
+
+    def dropped(self) -> Status:
+        """What a request met with, or was left waiting for, says more than a probe."""
+        self.failures = self.successes = 0
+        self.status = Status.NOT_READY
         return self.status
 
     def unfit(self) -> Status:

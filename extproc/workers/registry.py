@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from extproc.workers.addresses import Addresses
+from extproc.workers.breaker import BreakerSettings
+from extproc.workers.circuits import Circuits
 from extproc.workers.connectors import BY_FIELDS
 from extproc.workers.from_spec import named_engines, take_over
 from extproc.workers.identity import new_worker_id
@@ -35,6 +37,7 @@ class Change(Enum):
 
     ADDED = "added"
     STATUS = "status"  # its status is another
+    CIRCUIT = "circuit"  # its circuit breaker lets more or less through
     IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
     SPEC = "spec"  # its registration is another: whoever goes by it reads it again
     ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
@@ -65,7 +68,14 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """The usable workers of one role by model; made anew after every change, so a request pays two dict lookups."""
+    """The usable workers of one role by model; made anew after every change, so a request pays two dict lookups.
+
+    A worker that its circuit breaker shuts out is left out as long as there is another of its kind (see
+    :class:`~extproc.workers.worker.Pairing`). Where there is none, requests go to it all the same: it may do better
+    than the error that the client would get instead, and where it does not, that error says why. A cause that all
+    workers have in common, such as a client's requests that no engine takes, must not stop the whole fleet. Workers
+    that are dead are kept out by their probes.
+    """
 
     by_model: dict[str | None, tuple[Worker, ...]]
     any_model: tuple[Worker, ...]  # those that serve whatever they are asked for
@@ -74,8 +84,10 @@ class _Index:
 class Registry:
     """See the module. ``publish`` tells Envoy of endpoints and returns once Envoy has acknowledged them.
 
-    ``drain_limit`` (seconds) bounds the wait for requests under way when a worker is removed or moves;
-    ``drain_poll`` is how often their number is looked at. ``pairing`` says how prefill and decode workers are compared.
+    ``drain_limit`` (seconds) bounds the wait for requests under way when a worker is removed or moves; one that is
+    removed stays for its ``drain_settle_secs`` at least, if it was registered with that.
+    ``drain_poll`` is how often their number is looked at. ``breaker``: of workers without settings of their own.
+    ``pairing`` says how prefill and decode workers are compared.
     """
 
     def __init__(
@@ -86,6 +98,7 @@ class Registry:
         drain_poll: float = 0.1,
         publish_retry: float = 5.0,
         pairing: PairingMode = PairingMode.LENIENT,
+        breaker: BreakerSettings | None = None,
     ) -> None:
         self.pairing = pairing
         self._records: dict[str, _Record] = {}
@@ -98,6 +111,7 @@ class Registry:
         self._draining: set[asyncio.Task[None]] = set()
         self._drain_limit = drain_limit
         self._drain_poll = drain_poll
+        self.circuits = Circuits(breaker or BreakerSettings(), self._circuit_moved)
         self._addresses = Addresses(publish, moved=self._moved, until_idle=self._until_idle, retry_delay=publish_retry)
 
     # -- what the request path asks -------------------------------------------------------------------------------
@@ -112,6 +126,10 @@ class Registry:
             index = self._indexes[role] = self._build_index(role)
         found = index.by_model.get(model)
         return index.any_model if found is None else found
+
+    def healthy(self, role: Role) -> Sequence[Worker]:
+        """All workers of ``role`` that may be asked something, whatever their circuit breakers advise."""
+        return tuple(r.worker for r in self._records.values() if r.worker.role is role and r.worker.usable)
 
     def knows_model(self, model: str) -> bool:
         """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
@@ -150,10 +168,10 @@ class Registry:
 
     def trouble(self, worker: Worker) -> str:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
-        if worker.usable:
-            return "; ".join(filter(None, (worker.reason, self.pairs(None).why_alone(worker))))
-        if worker.reason or worker.status is not Status.READY:
-            return worker.reason
+        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
+            circuit = worker.breaker.explain() if worker.status is Status.READY else ""
+            alone = self.pairs(None).why_alone(worker) if worker.usable else ""
+            return "; ".join(filter(None, (worker.reason, circuit, alone)))
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
     def has_joined(self, worker: Worker) -> bool:
@@ -193,6 +211,7 @@ class Registry:
             raise WorkerExistsError(self._by_url[key].worker)
         worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
         take_over(spec, worker)
+        self.circuits.watch(worker, spec.resilience)
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
@@ -211,6 +230,7 @@ class Registry:
         take_over(spec, worker)
         if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
             worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
+        self.circuits.change(worker, spec.resilience)
         _logger.info("worker changed", extra=_named(worker))
         if record.found is not None:
             self.describe(worker, record.found)
@@ -226,6 +246,7 @@ class Registry:
         record.joined, record.replaced = False, True
         take_over(spec, worker)
         worker.listed, worker.takes_token_ids = (), False
+        self.circuits.change(worker, spec.resilience)
         self._set_status(record, Status.PENDING, "")
         self._tell(worker, Change.SPEC)
 
@@ -253,6 +274,7 @@ class Registry:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self.circuits.close()
         await self._addresses.close()
 
     # -- what health checking tells -------------------------------------------------------------------------------
@@ -316,10 +338,10 @@ class Registry:
         usable = [r.worker for r in self._records.values() if r.worker.role is role and r.worker.usable]
         models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
         by_model: dict[str | None, tuple[Worker, ...]] = {
-            model: tuple(w for w in usable if not w.model_ids or model in w.model_ids) for model in models
+            model: _sought([w for w in usable if not w.model_ids or model in w.model_ids]) for model in models
         }
-        by_model[None] = tuple(usable)
-        return _Index(by_model, tuple(w for w in usable if not w.model_ids))
+        by_model[None] = _sought(usable)
+        return _Index(by_model, _sought([w for w in usable if not w.model_ids]))
 
     def _set_status(self, record: _Record, status: Status, reason: str) -> None:
         worker = record.worker
@@ -337,7 +359,15 @@ class Registry:
             "worker status",
             extra=_named(worker) | {"was": before.value, "status": status.value, "reason": reason},
         )
+        if status is Status.READY:
+            worker.breaker.rested()  # it was out for a while, and may be another process
+        self._addresses.tell_health(worker)
         self._tell(worker, Change.STATUS)
+
+    def _circuit_moved(self, worker: Worker) -> None:
+        if worker.id in self._records:
+            self._addresses.tell_health(worker)
+            self._tell(worker, Change.CIRCUIT)
 
     def _tell(self, worker: Worker, change: Change) -> None:
         self._indexes = {}
@@ -354,9 +384,11 @@ class Registry:
         self._tell(worker, Change.ENDPOINT)
 
     async def _drain(self, worker: Worker) -> None:
-        await self._until_idle(worker)
+        settle = self._records[worker.id].spec.health.drain_settle_secs
+        await asyncio.gather(asyncio.sleep(settle or 0), self._until_idle(worker))
         await self._addresses.forget(worker)
         del self._records[worker.id]
+        self.circuits.forget(worker)
         _logger.info("worker removed", extra=_named(worker))
         self._tell(worker, Change.REMOVED)
 
@@ -369,6 +401,15 @@ class Registry:
                 )
                 return
             await asyncio.sleep(self._drain_poll)
+
+
+def _sought(workers: Sequence[Worker]) -> tuple[Worker, ...]:
+    """``workers`` but for those that are shut out, unless there would be none of their kind."""
+    sought = [worker for worker in workers if not worker.breaker.shuts_out]
+    if len(sought) < len(workers):
+        kinds = {worker.pairing for worker in sought}
+        sought = [worker for worker in workers if not worker.breaker.shuts_out or worker.pairing not in kinds]
+    return tuple(sought)
 
 
 def _named(worker: Worker) -> dict[str, object]:

@@ -18,7 +18,7 @@ class HealthOverrides:
     success_threshold: int | None = None
     failure_threshold: int | None = None
     disable_health_check: bool | None = None
-    drain_settle_secs: float | None = None  # of no effect: removal waits for the requests themselves
+    drain_settle_secs: float | None = None  # that removal takes at least; it waits for the requests themselves anyhow
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,4 @@ class WorkerSpec:
             found.append("cost is of no effect: no policy here looks at it")
         if self.max_connection_attempts is not None:
             found.append("max_connection_attempts is of no effect: connecting is tried as long as it is registered")
-        if self.health.drain_settle_secs is not None:
-            found.append("health.drain_settle_secs is of no effect: removal waits for the requests themselves")
         return tuple(found)

@@ -18,6 +18,7 @@ from extproc.workers.metadata import Metadata, MetadataError, MismatchError, che
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
+from extproc.workers.signs_of_life import sign_of_life
 from extproc.workers.worker import Role, Status, Worker
 
 _RANDOM = secrets.SystemRandom()
@@ -63,6 +64,9 @@ class Watch:
         self._refused = False  # the last probe found no connection
         self._reported = False  # the data path complained while a probe was under way
         self._anew = False  # the registration changed, perhaps while a probe was under way
+        self._refusals = 0  # of connections of requests, in a row
+        self._answers = 0  # what the worker had answered at the last of them
+        self._wedged = False  # it gave no sign of life; its health alone does not bring it back
         # What it is.
         self._identified = False
         self._identified_at = -math.inf
@@ -97,17 +101,54 @@ class Watch:
         self._wake.set()
 
     def report_unreachable(self) -> None:
-        """Bring the next probe of a READY worker forward, though not closer than ``Pace`` allows."""
+        """A request found no connection: bring the next probe of a READY worker forward, as close as ``Pace`` allows.
+
+        After a few of these in a row, with no answer to a request and no good probe between, it is not waited for.
+        """
         if self._settings.enabled:
+            self._count_refusal()
             self._bring_forward()
 
     def report_failure(self) -> None:
         """Likewise, and ask a worker that has not just said what it is: it may have been restarted."""
+        self._count_refusal()
         if time.monotonic() - self._identified_at >= self._pace.doubt:
             self._doubted = True
             self._bring_forward()
-        else:
-            self.report_unreachable()
+        elif self._settings.enabled:
+            self._bring_forward()
+
+    def look_again(self) -> None:
+        """Somebody else has seen trouble: bring the next probe forward."""
+        if self._settings.enabled:
+            self._bring_forward()
+
+    async def ask_for_life(self) -> None:
+        """No leg is answered: ask the engine for a sign of life, and take the worker out if there is none."""
+        if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
+            return
+        answers = self._worker.answers
+        missing = await self._sign_of_life(self._settings.wedge)
+        if missing and self._worker.answers == answers and self._state.status is Status.READY:
+            self._wedged = True
+            self._drop(f"wedged: {self._worker.load} legs under way, no answer; {missing}")
+
+    def _count_refusal(self) -> None:
+        if self._worker.answers != self._answers:
+            self._answers, self._refusals = self._worker.answers, 0
+        self._refusals += 1
+        settings = self._settings
+        reached = 0 < settings.transport_threshold <= self._refusals
+        if settings.enabled and reached and self._state.status is Status.READY:
+            self._doubted = True  # it may come back as another
+            self._drop(f"{self._refusals} requests in a row found no connection, or lost it")
+
+    def _drop(self, reason: str) -> None:
+        """Take a READY worker out at once; from now on it is probed as any that is out."""
+        self._bring_forward()
+        self._refusals = 0
+        self._state.dropped()
+        self._registry.set_status(self._worker, self._state.status, reason)
 
     def _bring_forward(self) -> None:
         if self._state.status is Status.READY:
@@ -157,6 +198,7 @@ class Watch:
             if self._settings.enabled:
                 await self._probe()
             self._refused = False
+            self._refusals = 0
             if not self._identified:
                 await self._identify()
             if not self._settled or self._may_have_restarted():
@@ -170,15 +212,21 @@ class Watch:
         except MismatchError as error:
             self._state.unfit()
             return str(error)
-        self._state.succeeded()
+        if self._state.succeeded() is not Status.READY:
+            return self._worker.reason  # until enough probes were good
+        self._wedged = False
         own = "; ".join(filter(None, (*self._spec.idle, self._identity_trouble, self._bootstrap_trouble)))
         self._warn(own if self._identified else "")
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
-        answer = await self._get(self._settings.endpoint)
-        if not answer.ok:
-            raise NoAnswerError(f"GET {self._settings.endpoint}: HTTP {answer.status}")
+        assert self._ip is not None
+        settings = self._settings
+        status = await self._client.probe(self._worker, settings.endpoint, within=settings.timeout, ip=self._ip)
+        if not 200 <= status < 300:
+            raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
+        if self._wedged and (missing := await self._sign_of_life(settings.timeout)):
+            raise NoAnswerError(f"still wedged: {missing}")
 
     def _forget(self) -> None:
         self._identified = self._settled = False
@@ -242,14 +290,23 @@ class Watch:
         return ""
 
     async def _get(self, path: str) -> Answer:
+        return await self._get_within(path, self._settings.timeout)
+
+    async def _get_within(self, path: str, within: float) -> Answer:
         if self._ip is None:
             raise UnreachableError("address not known")
-        return await self._client.get(self._worker, path, within=self._settings.timeout, ip=self._ip)
+        return await self._client.get(self._worker, path, within=within, ip=self._ip)
 
     async def _post(self, path: str, body: object) -> Answer:
+        return await self._post_within(path, body, self._settings.timeout)
+
+    async def _post_within(self, path: str, body: object, within: float) -> Answer:
         if self._ip is None:
             raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=self._settings.timeout, ip=self._ip)
+        return await self._client.post(self._worker, path, body, within=within, ip=self._ip)
+
+    async def _sign_of_life(self, within: float) -> str:
+        return await sign_of_life(self._get_within, self._post_within, self._worker, within)
 
     def _pause(self) -> float:
         """Seconds until the next look."""

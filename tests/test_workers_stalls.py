@@ -1,0 +1,228 @@
+"""Workers that answer nothing: who is asked for a sign of life, when, and what is made of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fleet import LONG, SLOW, engine, eventually, fleet, spec, until
+
+from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.health_state import HealthSettings
+from extproc.workers.signs_of_life import sign_of_life
+from extproc.workers.stalls import Stalls
+from extproc.workers.worker import Role, Status, Worker, WorkerUrl
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+class Rig:
+    """Workers, a clock, and whom silence led to be asked."""
+
+    def __init__(self, workers: int = 1, after: float = 10.0) -> None:
+        self.workers = [Worker(f"w{n}", WorkerUrl("http", "w", n + 1), P) for n in range(workers)]
+        for worker in self.workers:
+            worker.status = Status.READY
+        self.time = 0.0
+        self.asked: list[str] = []
+        self.answer = asyncio.Event()
+        self.answer.set()
+        self.stalls = Stalls(self.workers, self._ask, after, lambda: self.time)
+
+    async def _ask(self, worker: Worker) -> None:
+        self.asked.append(worker.id)
+        await self.answer.wait()
+
+    async def look(self, at: float) -> int:
+        """How many were asked until now."""
+        self.time = at
+        self.stalls.look()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return len(self.asked)
+
+
+async def test_a_worker_that_answers_nothing_is_asked_less_and_less_often() -> None:
+    rig = Rig()
+    rig.workers[0].begin()
+    asked = [await rig.look(at) for at in range(80)]
+    assert [at for at in range(1, 80) if asked[at] > asked[at - 1]] == [10, 30, 70]
+
+
+async def test_an_answer_or_no_leg_starts_the_time_anew() -> None:
+    rig = Rig()
+    (worker,) = rig.workers
+    assert await rig.look(0) == 0
+    turn = worker.begin()
+    await rig.look(100)
+    worker.answers += 1
+    await rig.look(109)
+    assert await rig.look(118) == 0
+    worker.end(turn)
+    await rig.look(119)
+    worker.begin()
+    assert await rig.look(128) == 0
+    assert await rig.look(137) == 0
+    assert await rig.look(138) == 1
+
+
+async def test_one_that_is_out_already_is_not_asked() -> None:
+    rig = Rig()
+    rig.workers[0].begin()
+    rig.workers[0].status = Status.NOT_READY
+    assert [await rig.look(at) for at in (0, 100, 200)] == [0, 0, 0]
+
+
+async def test_no_two_questions_at_once_and_not_too_many_workers() -> None:
+    rig = Rig(workers=20)
+    rig.answer.clear()
+    for worker in rig.workers:
+        worker.begin()
+    assert [await rig.look(at) for at in (0, 10, 30, 70)] == [0, 16, 16, 16]
+    rig.answer.set()
+    await rig.look(71)
+    assert await rig.look(72) >= 20
+    await rig.stalls.stop()
+
+
+class Told:
+    """An engine that gives these answers to GET, the last one for ever."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self._left = list(answers)
+        self.asked: list[tuple[str, float]] = []
+        self.posted: list[tuple[str, object]] = []
+        self.after_post: list[Answer] = []  # what it says from then on
+
+    async def get(self, path: str, within: float) -> Answer:
+        self.asked.append((path, within))
+        answer = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def post(self, path: str, body: object, _within: float) -> Answer:
+        self.posted.append((path, body))
+        if not self.after_post:
+            raise NoAnswerError("no answer")
+        self._left = list(self.after_post)
+        return Answer(200, "", b"")
+
+    async def sign(self, runtime: str, within: float) -> str:
+        worker = Worker("w", WorkerUrl("http", "w", 1), D, model_ids=("tiny",), runtime=runtime)
+        return await sign_of_life(self.get, self.post, worker, within)
+
+
+def page(running: float, tokens: int, requests: int = 0) -> Answer:
+    text = (
+        f'vllm:num_requests_running{{engine="0"}} {running}\nvllm:generation_tokens_total{{engine="0"}} {tokens}\n'
+        f"http_requests_total {requests}\n"
+    )
+    return Answer(200, "text/plain", text.encode())
+
+
+@pytest.mark.parametrize(
+    ("answer", "missing"),
+    [
+        (Answer(200, "", b""), ""),
+        (Answer(404, "", b""), ""),  # it has no such path: it cannot tell
+        (Answer(503, "", b""), "GET /health_generate: HTTP 503"),
+        (NoAnswerError("no answer within 20 s"), "no answer within 20 s"),
+    ],
+)
+async def test_sglang_generates_a_token(answer: Answer | Exception, missing: str) -> None:
+    engine = Told(answer)
+    assert await engine.sign("sglang", 20.0) == missing
+    assert engine.asked == [("/health_generate", 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "missing"),
+    [
+        ([page(3.0, 100), page(3.0, 101)], ""),
+        ([page(0.0, 100)], ""),  # idle: what we wait for is elsewhere
+        ([page(3.0, 100), page(0.0, 100)], ""),
+        ([page(3.0, 100, 1), page(3.0, 100, 2)], "requests run, but none of its figures at /metrics has moved for"),
+        ([page(3.0, 100), NoAnswerError("no answer")], "no answer"),
+        ([Answer(404, "", b"Not Found")], ""),
+        ([Answer(200, "", b"")], ""),  # --disable-log-stats
+    ],
+)
+async def test_vllms_figures_move_while_it_works(answers: list[Answer | Exception], missing: str) -> None:
+    found = await Told(*answers).sign("vllm", 0.02)
+    assert found.startswith(missing)
+    assert bool(found) == bool(missing)
+    assert "nudge" not in {task.get_name() for task in asyncio.all_tasks()}
+
+
+async def test_an_idle_vllm_whose_figures_are_old_steps_for_one_token() -> None:
+    idle = Told(page(1.0, 100))  # that one was aborted, and the engine has not stepped since
+    idle.after_post = [page(0.0, 101)]
+    assert await idle.sign("vllm", 0.05) == ""
+    assert idle.posted == [("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1})]
+
+
+SOON = HealthSettings(timeout=LONG, interval=60, stall=0.02, wedge=LONG)
+
+
+async def test_a_wedged_sglang_worker_is_out_until_it_generates_again() -> None:
+    async with engine(generates=503) as server, fleet(SOON) as f:
+        worker = f.registry.add(spec(P, server.url))
+        await until(f.registry, lambda: worker.usable)
+        worker.begin()
+        await f.becomes(worker, Status.NOT_READY)
+        reason = f.registry.trouble(worker)
+        assert reason == "wedged: 1 legs under way, no answer; GET /health_generate: HTTP 503"
+        await f.is_said(worker, "still wedged: GET /health_generate: HTTP 503")  # though /health says 200
+        server.generates = 200
+        await f.becomes(worker, Status.READY)
+        seen = server.count("/health_generate")
+        worker.end(0)
+        f.monitor.look_again(worker)
+        health = server.count("/health")
+        await eventually(lambda: server.count("/health") > health)
+        assert server.count("/health_generate") <= seen + 1
+
+
+async def test_a_wedged_vllm_worker_is_out_until_its_figures_move() -> None:
+    settings = HealthSettings(timeout=0.2, interval=60, stall=0.02, wedge=0.05)
+    async with engine(owner="vllm", running=2) as server, fleet(settings) as f:
+        worker = f.registry.add(spec(D, server.url, runtime="vllm"))
+        await until(f.registry, lambda: worker.usable)
+        worker.begin()
+        await f.becomes(worker, Status.NOT_READY)
+        assert "none of its figures at /metrics has moved for 0.05 s" in f.registry.trouble(worker)
+        server.steps = True
+        await f.becomes(worker, Status.READY)
+
+
+async def test_one_that_is_only_slow_stays() -> None:
+    async with engine() as server, fleet(SOON) as f:
+        worker = f.registry.add(spec(P, server.url))
+        await until(f.registry, lambda: worker.usable)
+        worker.begin()
+        await eventually(lambda: server.count("/health_generate") >= 2)
+        assert worker.usable
+
+
+async def test_one_that_answers_while_it_is_asked_stays() -> None:
+    async with engine(hang_generating=True) as server, fleet(SOON) as f:
+        worker = f.registry.add(spec(P, server.url))
+        await until(f.registry, lambda: worker.usable)
+        worker.begin()
+        await eventually(lambda: server.count("/health_generate"))
+        worker.answers += 1
+        server.generates = 503
+        server.proceed.set()
+        await eventually(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("ask-")])
+        assert worker.usable
+
+
+@pytest.mark.parametrize("settings", [SLOW, HealthSettings(enabled=False, stall=0.001)])
+async def test_nobody_is_asked_where_it_is_too_early_or_switched_off(settings: HealthSettings) -> None:
+    async with engine() as server, fleet(settings) as f:
+        worker = f.registry.add(spec(P, server.url))
+        await until(f.registry, lambda: worker.usable)
+        worker.begin()
+        await asyncio.sleep(0.05)
+        assert server.count("/health_generate") == 0
