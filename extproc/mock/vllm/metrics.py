@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from extproc.mock.vllm.engine import Engine
 
 
@@ -18,8 +20,8 @@ class Metric(NamedTuple):
     suffix: str = ""
 
 
-def text(engine: Engine) -> bytes:
-    """The exposition."""
+def text(engine: Engine, names: Collection[str] | None = None) -> bytes:
+    """The exposition; only of ``names``, where there are any."""
     totals = engine.totals
     loading = engine.loading
     found = [
@@ -35,6 +37,8 @@ def text(engine: Engine) -> bytes:
         Metric("prompt_tokens_total", "counter", totals.prompt),
         Metric("generation_tokens_total", "counter", totals.generated),
     ]
+    cache = f',block_size="{engine.blocks.size}",num_gpu_blocks="{engine.blocks.count}"'
+    found.append(Metric("cache_config_info", "gauge", 1, cache))
     for reason, count in totals.ends.items():
         found.append(Metric("request_success_total", "counter", count, f',finished_reason="{reason}"'))
     if engine.connector is not None:
@@ -43,6 +47,8 @@ def text(engine: Engine) -> bytes:
     told = ""
     for metric in found:
         name = f"vllm:{metric.family}"
+        if names is not None and name + metric.suffix not in names:
+            continue
         if name != told:
             lines.append(f"# TYPE {name} {metric.kind}")
             told = name
