@@ -31,6 +31,12 @@ _MODEL: Final = "tiny"
 _SETTLE_SECONDS: Final = 10.0  # between the last worker's arrival and the first look at the idle fleet
 _PATIENCE: Final = 300.0
 _AT_ONCE: Final = 16  # registrations under way
+# What real engines say of their load, of one rank; see tests/data/load.
+_SAID: Final = Path(__file__).parent.parent / "tests/data/load"
+_LOADS: Final = {
+    "sglang": (_SAID / "sglang-0.5.23-decode.json").read_bytes(),
+    "vllm": (_SAID / "vllm-0.32.0-few-metrics.txt").read_bytes(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Worker(asyncio.Protocol):
         else:
             answers[b"/server_info"] = {"version": "0.5.23", "tp_size": 1, "disaggregation_mode": role}
             answers[b"/model_info"] = {"is_generation": True, "model_type": "llama"}
+        if path.startswith((b"/v1/loads", b"/metrics/")):
+            return 200, _LOADS[self._engine]
         if method == b"POST":
             return 400, b'{"error": {"message": "no", "type": "BadRequestError", "param": null, "code": 400}}'
         found = answers.get(path)

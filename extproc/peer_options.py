@@ -11,13 +11,13 @@ _OPTIONS = """
 assignment-mode backend balance-abs-threshold balance-rel-threshold balance-token-usage-threshold block-size
 bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
 chat-template
-decode-selector disable-load-monitoring
+decode-selector
 disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider dp-aware
 dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
 eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs
 job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-annotation kv-index
 least-load-default-throughput least-load-kv-pressure-weight least-load-max-waiting-requests
-least-load-mean-prefill-tokens load-monitor-interval log-dir max-background-responses max-buffered-request-bytes
+least-load-mean-prefill-tokens log-dir max-background-responses max-buffered-request-bytes
 max-concurrent-requests max-idle-secs max-tree-size mcp-config-path mm-allow-private-media-hosts
 mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model
 model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint overlap-decay

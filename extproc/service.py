@@ -50,9 +50,11 @@ from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.trying import try_pair
 from extproc.workers.breaker import BreakerSettings
 from extproc.workers.client import WorkerClient
+from extproc.workers.envoy_load import EnvoyLoadMonitor
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
 from extproc.workers.kv_config import KvConfig
+from extproc.workers.load_poll import LoadMonitor
 from extproc.workers.registry import Change, Registry
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
@@ -203,12 +205,25 @@ class Service:
             _log.info("no workers yet: register them with POST /workers")
         self._monitor.start()
         stack.push_async_callback(self._monitor.stop)
+        if not settings.disable_load_monitoring:
+            self._monitor_load(stack)
         self._look_at_hosts(stack)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _monitor_load(self, stack: AsyncExitStack) -> None:
+        settings = self._settings
+        engines = LoadMonitor(self.registry, self._client, settings.load_monitor_interval)
+        engines.start()
+        stack.push_async_callback(engines.stop)
+        admin = self._envoy_admin(stack)
+        if admin is not None:
+            envoy = EnvoyLoadMonitor(self.registry, admin.active_requests, settings.load_monitor_interval)
+            envoy.start()
+            stack.push_async_callback(envoy.stop)
 
     def _look_at_hosts(self, stack: AsyncExitStack) -> None:
         """Have Envoy's troubles with workers looked at, where its admin interface is known."""

@@ -76,6 +76,7 @@ class Group(Enum):
     POLICIES = "Choice of workers"
     CLIENTS = "Clients"
     HEALTH = "Health of workers"
+    LOAD = "Load of workers"
     FAILURES = "Failures"
     LIFECYCLE = "Shutdown"
     ENVOY = "Envoy"
@@ -222,6 +223,11 @@ class Settings(BaseModel):
         Group.HEALTH, "time until an open breaker lets trials through", "SECONDS")] = 60
     cb_success_threshold: Annotated[Count, Option(
         Group.HEALTH, "trials at once, and good ones that close it", "COUNT")] = 3
+
+    disable_load_monitoring: Annotated[bool, Option(
+        Group.LOAD, "never ask workers and Envoy how loaded they are")] = False
+    load_monitor_interval: Annotated[Duration, Option(
+        Group.LOAD, "time between two such questions to a worker", "SECONDS")] = 10
 
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY

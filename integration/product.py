@@ -243,6 +243,7 @@ class Product:
         await self.records.until(lambda: self.gateway.alive == 0)
         assert self.gateway.handoffs.live == 0
         assert self.load == {}
+        assert not any(worker.tokens for worker in self.service.registry), "prompt tokens count on"
         assert {worker.name: worker.breaker.trials for worker in self.service.registry if worker.breaker.trials} == {}
         for mock in self.mocks:
             await mock.idle()

@@ -37,7 +37,10 @@ class Apart:
         self._options = ["--pd-disaggregation", "--no-envoy", "--run-dir", str(directory), "--prometheus-port", "0"]
         self._options += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url, *address]
         given = dict(zip((flag[2:].replace("-", "_") for flag in address[::2]), address[1::2], strict=True))
-        ports = {"host": "127.0.0.1", "port": 0, "envoy_admin_port": 0, "prometheus_port": 0, "envoy_concurrency": 2}
+        admin = free_port()
+        self._options += ["--envoy-admin-address", f"127.0.0.1:{admin}", "--load-monitor-interval", "0.05"]
+        ports = {"host": "127.0.0.1", "port": 0, "envoy_admin_port": admin, "prometheus_port": 0}
+        ports |= {"envoy_concurrency": 2}
         self.envoy = EnvoyProcess(dataplane_config(Settings(run_dir=str(directory), **ports, **given)))
 
     async def start_sidecar(self) -> None:
@@ -94,6 +97,22 @@ async def apart() -> AsyncIterator[Apart]:
 async def test_requests_are_served(apart: Apart):
     for n in (1, 2):
         assert (await apart.client.post(PATH, {**CHAT, "n": n})).status == 200
+
+
+async def test_what_envoy_has_under_way_is_known(apart: Apart):
+    apart.decode.fail(Fault(delay_token=0.05, tokens=2000))
+    stream = await apart.client.open(PATH, {**CHAT, "stream": True})
+    await stream.until(b"data: ")
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            loads = {load["worker"]: load for load in (await apart.client.get("/get_loads")).json["loads"]}
+            if (loads[apart.decode.url].get("envoy_reqs"), loads[apart.prefill.url].get("envoy_reqs")) == (1, 0):
+                break
+            await asyncio.sleep(0.02)
+    assert loads[apart.decode.url]["gateway_reqs"] == 1
+    stream.close()
+    await apart.decode.idle()
+    apart.decode.behave()
 
 
 async def test_a_killed_sidecar_is_a_503_in_json_until_it_returns(apart: Apart):

@@ -186,7 +186,8 @@ async def test_an_http2_client_may_send_trailers(product: Product, http2: Http2C
         answer = await stream.whole()
         assert answer.status == 200
         assert len(answer.json["choices"]) == samples
-    assert {leg.method for mock in product.mocks for leg in mock.requests} == {"POST"}
+    own = {"/health", "/v1/loads"}  # the gateway asks these itself, now and then
+    assert {leg.method for mock in product.mocks for leg in mock.requests if leg.path not in own} == {"POST"}
 
 
 async def test_an_http2_client_may_upload_without_a_length(product: Product, http2: Http2Client):

@@ -308,7 +308,7 @@ class Rig:
         assert self.gateway.late == {}
         assert self.gateway.progress.watched == 0
         assert self.egress.out == []
-        assert {w.id: w.load for w in self.workers if w.load} == {}
+        assert {w.id: (w.load, w.tokens) for w in self.workers if w.load or w.tokens} == {}
         assert {w.id: w.breaker.trials for w in self.workers if w.breaker.trials} == {}
 
     def report(self, name: str, sent: int) -> None:

@@ -131,6 +131,7 @@ class Engine:
     model_listing: int = 200
     server_info_path: str = "/server_info"
     extra_info: dict[str, Any] = field(default_factory=dict)
+    pages: dict[str, bytes | int] = field(default_factory=dict)  # by path: what it answers there, or with which status
     hang: bool = False
     generates: int = 200  # what SGLang's /health_generate says
     hang_generating: bool = False  # until ``proceed``
@@ -203,6 +204,8 @@ class Engine:
             await asyncio.Event().wait()
         if request.path == "/health":
             return web.Response(status=self.health)
+        if (page := self.pages.get(request.path)) is not None:
+            return web.Response(status=page) if isinstance(page, int) else web.Response(body=page)
         if request.path == "/health_generate" and self.owner == "sglang":
             if self.hang_generating:
                 await self.proceed.wait()

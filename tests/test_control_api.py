@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from fleet import FakeEnvoy, add_ready, engine, spec, until
 from extproc.control.api import ControlApi
 from extproc.control.auth import Access
 from extproc.workers.client import WorkerClient
+from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status
 
@@ -388,9 +390,10 @@ class TestInformation:
             answer = await api.get("/server_info")
         assert (answer.status, answer.json["error"]["code"]) == (502, "prefill_unreachable")
 
-    async def test_loads_are_ours(self, api: Api) -> None:
+    async def test_of_an_engine_that_says_nothing_only_our_load_is_told(self, api: Api) -> None:
         worker = add_ready(api.registry, P, "http://10.0.0.1:1")
-        worker.load = 4
+        for _ in range(4):
+            worker.begin(100)
         loads = (await api.get("/get_loads")).json
         assert loads["dp_rank_count"] == 1
         assert loads["loads"] == [
@@ -398,11 +401,61 @@ class TestInformation:
                 "worker": "http://10.0.0.1:1",
                 "worker_type": "prefill",
                 "dp_rank": 0,
-                "num_running_reqs": 4,
-                "num_total_reqs": 4,
+                "gateway_reqs": 4,
+                "gateway_prompt_tokens": 400,
             }
         ]
-        assert loads["aggregate"] == {"total_running_reqs": 4, "total_reqs": 4}
+        assert loads["aggregate"] == {"gateway_reqs": 4, "gateway_prompt_tokens": 400}
+
+    async def test_the_engines_loads_are_told_by_rank(self, api: Api) -> None:
+        silent = add_ready(api.registry, P, "http://10.0.0.1:1")
+        silent.envoy_active = 0
+        two = add_ready(api.registry, D, "http://10.0.0.2:1")
+        two.envoy_active = 7
+        two.begin(10)
+        ranks = [RankLoad(1, running=2, waiting=1, kv_usage=0.5), RankLoad(0, running=3, waiting=0, max_running=8)]
+        two.engine_load = EngineLoad(time.monotonic(), ranks)
+        loads = (await api.get("/get_loads")).json
+        assert loads["dp_rank_count"] == 3
+        assert [entry.pop("timestamp", None) is not None for entry in loads["loads"]] == [False, True, True]
+        decode = {"worker": "http://10.0.0.2:1", "worker_type": "decode"}
+        assert loads["loads"] == [
+            {
+                "worker": "http://10.0.0.1:1",
+                "worker_type": "prefill",
+                "dp_rank": 0,
+                "gateway_reqs": 0,
+                "gateway_prompt_tokens": 0,
+                "envoy_reqs": 0,
+            },
+            decode
+            | {
+                "dp_rank": 0,
+                "num_running_reqs": 3,
+                "num_waiting_reqs": 0,
+                "num_total_reqs": 3,
+                "max_running_requests": 8,
+                "gateway_reqs": 1,
+                "gateway_prompt_tokens": 10,
+                "envoy_reqs": 7,
+            },
+            decode
+            | {
+                "dp_rank": 1,
+                "num_running_reqs": 2,
+                "num_waiting_reqs": 1,
+                "num_total_reqs": 3,
+                "token_usage": 0.5,
+            },
+        ]
+        assert loads["aggregate"] == {
+            "total_running_reqs": 5,
+            "total_waiting_reqs": 1,
+            "total_reqs": 6,
+            "avg_token_usage": 0.5,
+            "gateway_reqs": 1,
+            "gateway_prompt_tokens": 10,
+        }
 
 
 class TestAccess:

@@ -9,7 +9,6 @@ import pytest
 from control_rig import Api, running
 from fleet import add_ready, spec, until
 
-from extproc.control.loads import OwnFigures
 from extproc.mock import SglangMock, VllmMock
 from extproc.workers.metadata import Metadata
 from extproc.workers.worker import Role, Worker
@@ -127,20 +126,3 @@ async def test_a_worker_that_is_nowhere_or_leaves(api: Api) -> None:
 async def test_bodies_that_are_none(api: Api, body: bytes) -> None:
     answer = await api.ask("POST", "/start_profile", data=body)
     assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_json")
-
-
-async def test_engines_own_figures_stand_beside_ours() -> None:
-    known: dict[str, list[dict[str, object]]] = {
-        "http://10.0.0.1:1": [{"dp_rank": 0, "num_waiting_reqs": 3}, {"dp_rank": 1, "num_running_reqs": 9}]
-    }
-    figures: OwnFigures = lambda worker: known.get(worker.name, ())  # noqa: E731 - as a caller would
-    async with running(engine_loads=figures) as api:
-        add_ready(api.registry, P, "http://10.0.0.1:1").load = 4
-        add_ready(api.registry, D, "http://10.0.0.2:1").load = 1
-        loads = (await api.get("/get_loads")).json
-    first = {"worker": "http://10.0.0.1:1", "worker_type": "prefill", "num_total_reqs": 4}
-    assert loads["loads"][:2] == [
-        first | {"dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 3},
-        first | {"dp_rank": 1, "num_running_reqs": 9},
-    ]
-    assert (loads["dp_rank_count"], loads["aggregate"]["total_reqs"]) == (3, 5)

@@ -9,6 +9,7 @@ from fleet import FakeEnvoy, add_ready, until
 from extproc.control.metrics import CONTENT_TYPE, Metrics
 from extproc.control.metrics_server import MetricsServer
 from extproc.control.worker_metrics import WorkerMetrics
+from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status
 
@@ -125,9 +126,12 @@ async def test_workers_on_the_page() -> None:
     worker = add_ready(registry, Role.PREFILL, "http://10.0.0.1:8000")
     await until(registry, lambda: worker.usable)
     worker.load = 3
+    worker.tokens = 70
     page = lines(metrics)
     assert 'pd_worker_up{role="prefill",worker="http://10.0.0.1:8000"} 1' in page
     assert 'pd_worker_load{role="prefill",worker="http://10.0.0.1:8000"} 3' in page
+    assert 'pd_worker_prompt_tokens{role="prefill",worker="http://10.0.0.1:8000"} 70' in page
+    assert not any(line.startswith(("pd_engine_", "pd_worker_envoy_")) for line in page), "nothing is known of these"
     registry.set_status(worker, Status.NOT_READY)
     assert 'pd_worker_up{role="prefill",worker="http://10.0.0.1:8000"} 0' in lines(metrics)
     registry.remove(worker)
@@ -141,6 +145,26 @@ async def test_workers_on_the_page() -> None:
     registry.remove(successor)
     await until(registry, lambda: not len(registry))
     assert not any("10.0.0.1" in line for line in lines(metrics))
+    await registry.close()
+
+
+async def test_what_engines_say_on_the_page() -> None:
+    metrics = Metrics()
+    registry = Registry(FakeEnvoy().publish)
+    WorkerMetrics(registry, metrics)
+    worker = add_ready(registry, Role.DECODE, "http://10.0.0.1:8000")
+    worker.envoy_active = 0
+    worker.engine_load = EngineLoad(0, [RankLoad(0, running=3, kv_usage=0.25), RankLoad(1, running=0, waiting=2)])
+    named = 'role="decode",worker="http://10.0.0.1:8000"'
+    assert [line for line in lines(metrics) if line.startswith(("pd_engine_", "pd_worker_envoy_"))] == [
+        f"pd_worker_envoy_requests{{{named}}} 0",
+        f'pd_engine_running_requests{{{named},dp_rank="0"}} 3',
+        f'pd_engine_running_requests{{{named},dp_rank="1"}} 0',
+        f'pd_engine_waiting_requests{{{named},dp_rank="1"}} 2',
+        f'pd_engine_kv_usage{{{named},dp_rank="0"}} 0.25',
+    ]
+    worker.engine_load = worker.envoy_active = None
+    assert not any(line.startswith(("pd_engine_", "pd_worker_envoy_")) for line in lines(metrics))
     await registry.close()
 
 

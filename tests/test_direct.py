@@ -115,6 +115,19 @@ def test_loads_are_counted_from_leg_to_end(rig):
     rig.assert_nothing_is_left()
 
 
+def test_prompt_tokens_are_counted_as_long_as_the_legs(rig):
+    prefill, _, decode, other = rig.workers
+    size = len(json.dumps(CHAT)) // 4
+    client = rig.post(PATH, CHAT)
+    assert (prefill.tokens, decode.tokens) == (size, size)
+    rig.egress.legs[0].answer()
+    assert (prefill.tokens, decode.tokens) == (0, size)
+    client.decode_head(headers=[("x-pd-upstream", "127.0.0.1:12")])
+    assert (decode.tokens, other.tokens) == (0, size)
+    client.close()
+    rig.assert_nothing_is_left()
+
+
 def test_a_failover_moves_the_load_and_is_reported(rig):
     _, _, first, second = rig.workers
     client = rig.post(PATH, CHAT)

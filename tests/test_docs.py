@@ -11,7 +11,9 @@ import pytest
 
 from extproc.apis.request import CONTROL_FIELDS, MAX_PROMPTS, MAX_SAMPLES, InferenceRequest
 from extproc.apis.table import APIS, Flow
+from extproc.control.load_report import load_report
 from extproc.control.metrics import Metrics
+from extproc.control.worker_metrics import WorkerMetrics
 from extproc.control.worker_spec import parse_worker_spec
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.paths import DECODE_PATHS, INFERENCE_PATHS, PREFILL_PATHS
@@ -37,9 +39,12 @@ from extproc.handoff.table import Handoffs
 from extproc.observe import RequestLog, RequestMetrics
 from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
 from extproc.settings import Settings
+from extproc.workers import load_poll
 from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairing_key import Pairing
+from extproc.workers.registry import Registry
 from extproc.workers.topology import NOWHERE, place_of
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Worker, WorkerUrl
 
@@ -56,6 +61,7 @@ OTHERS_OPTIONS = {
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
+    *("--enable-metrics",),
 }
 
 
@@ -103,7 +109,13 @@ def test_times_and_limits_are_the_codes():
     assert f"holds it for {sglang.HOLD_SECONDS * 1000:g} ms" in SGLANG
     assert f"is held until P is done, at most {vllm.HOLD_SECONDS:g} s" in VLLM.replace("\n", " ")
     assert config.idle_timeout - config.request_timeout == 5
+    assert f"engine is {load_poll.LIMIT:g} s;" in timeouts
+    assert f"counts for {load_poll.STALE} intervals" in timeouts
+    assert f"a fleet of more than {load_poll.MOST_PER_SECOND * load_poll.INTERVAL:g} more slowly" in timeouts
+    assert f"asked every {load_poll.SILENT} intervals" in section("Load")
     limits = "\n".join(" ".join(row) for row in rows("Limits"))
+    assert f"about load {load_poll.MOST_PER_SECOND} a second, {load_poll.CONCURRENCY} at once" in limits
+    assert f"an answer to one {load_poll.LARGEST >> 20} MiB" in limits
     assert f"(`n`) {MAX_SAMPLES} " in limits
     assert f"for one request {CANDIDATES} " in limits
     assert f"prompts of one request {MAX_PROMPTS} " in limits
@@ -152,6 +164,13 @@ def test_what_is_said_of_places_is_so():
 def test_every_request_metric_is_in_the_table():
     metrics = Metrics()
     RequestMetrics(metrics)
+    documented = {name for row in rows("Metrics") for name in re.findall(r"`([a-z_]+)`", row[0])}
+    assert set(re.findall(r"# TYPE (\S+)", metrics.render().decode())) <= documented
+
+
+def test_every_worker_metric_is_in_the_table():
+    metrics = Metrics()
+    WorkerMetrics(Registry(lambda _: None), metrics)
     documented = {name for row in rows("Metrics") for name in re.findall(r"`([a-z_]+)`", row[0])}
     assert set(re.findall(r"# TYPE (\S+)", metrics.render().decode())) <= documented
 
@@ -375,3 +394,13 @@ def test_every_verb_of_the_readme_is_in_the_makefile(verb):
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+def test_every_figure_of_get_loads_is_named():
+    worker = Worker("w", WorkerUrl("http", "w", 1), Role.DECODE)
+    worker.envoy_active = 1
+    figures = dict.fromkeys(RankLoad.__dataclass_fields__, 1)
+    worker.engine_load = EngineLoad(0, [RankLoad(**figures)])
+    (entry,) = load_report([worker])["loads"]
+    named = {name for row in cells(section("Load")) for name in re.findall(r"`(\w+)`", row[-1])}
+    assert entry.keys() - {"worker", "worker_type", "dp_rank"} <= named

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fakes import Rig, mutated
+from fakes import Rig, mutated, nixl
 
 from extproc.exchange import wire
 from extproc.exchange.attempts import RetryPolicy
@@ -317,6 +317,28 @@ def test_a_failover_of_one_sample_moves_its_load(rig):
     _, decodes = legs(rig)
     decodes[0].receiver.head(200, [(b"x-pd-upstream", b"127.0.0.1:12")])
     assert [w.load for w in rig.workers[2:]] == [1, 1]
+    assert [w.tokens for w in rig.workers[2:]] == [len(json.dumps(CHAT)) // 4] * 2
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_each_sample_has_the_prompts_tokens(rig):
+    size = len(json.dumps(CHAT)) // 4
+    client = rig.post(PATH, CHAT)
+    assert [w.tokens for w in rig.workers] == [2 * size, 0, 2 * size, 0]
+    prefills, _ = legs(rig)
+    prefills[1].answer()
+    assert [w.tokens for w in rig.workers] == [size, 0, 2 * size, 0]
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_the_prompts_of_a_list_share_its_tokens():
+    rig = Rig(*nixl(), retry=RetryPolicy(attempts=1))
+    body = {"model": "tiny", "prompt": ["a" * 400, "b" * 400]}
+    client = rig.post("/v1/completions", body)
+    each = len(json.dumps(body)) // 4 // 2
+    assert [w.tokens for w in rig.workers] == [2 * each, 0, 0, 0]
     client.close()
     rig.assert_nothing_is_left()
 

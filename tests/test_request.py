@@ -171,3 +171,29 @@ def test_duplicates_of_fields_that_decide_nothing_are_the_engines_business():
 def test_prompt_logprobs_are_noticed(api, extra, wanted):
     prompt = {"messages": MESSAGE} if api is CHAT else {"prompt": "a"} if api is COMPLETIONS else {"text": ["a", "b"]}
     assert read(api, prompt | extra).prompt_logprobs is wanted
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "tokens"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 4000}]}, 1011),
+        (COMPLETIONS, {"prompt": "x" * 400}, 103),
+        (COMPLETIONS, {"prompt": ["x" * 400, "y" * 400]}, 205),
+        (COMPLETIONS, b'{"prompt": [ "' + b"x" * 400 + b'"]}', 104),
+        (COMPLETIONS, {"prompt": [7]}, 1),
+        (COMPLETIONS, {"prompt": [7, 8, 9]}, 3),
+        (COMPLETIONS, {"prompt": [[7, 8], [9]]}, 3),
+        (GENERATE, {"input_ids": [1234] * 80}, 80),
+        (GENERATE, {"text": "x" * 400}, 103),
+        (INFERENCE_GENERATE, {"token_ids": [1, 2], "sampling_params": {}}, 2),
+        (RERANK, {"query": "x" * 40, "documents": ["y" * 400]}, 118),
+    ],
+)
+def test_about_how_long_the_prompts_are(api, body, tokens):
+    assert read(api, body).prompt_tokens() == tokens
+
+
+@pytest.mark.parametrize("width", [1, 4, 6])
+def test_many_token_ids_are_not_all_counted(width):
+    ids = [10 ** (width - 1)] * 50_000
+    assert read(GENERATE, {"input_ids": ids}).prompt_tokens() == pytest.approx(50_000, rel=0.02)

@@ -72,6 +72,7 @@ def test_the_defaults_are_the_peers() -> None:
     assert (settings.retry_initial_backoff_ms, settings.retry_max_backoff_ms) == (50, 30000)
     assert (settings.retry_backoff_multiplier, settings.retry_jitter_factor) == (1.5, 0.2)
     assert settings.disable_retries is False
+    assert (settings.load_monitor_interval, settings.disable_load_monitoring) == (10, False)
     assert settings.shutdown_grace_period_secs == 180
     assert settings.log_level is LogLevel.INFO
     assert settings.api_key is None
@@ -182,6 +183,8 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "health_check_timeout_secs": ("7", "7", 7),
     "health_failure_threshold": ("7", "7", 7),
     "health_success_threshold": ("7", "7", 7),
+    "disable_load_monitoring": ("true", "true", True),
+    "load_monitor_interval": ("7", "7", 7),
     "on_prefill_failure": ("decode-only", "decode-only", OnPrefillFailure.DECODE_ONLY),
     "kv_missing": ("fail", "fail", KvMissing.FAIL),
     "retry_max_retries": ("7", "7", 7),
@@ -323,6 +326,17 @@ def test_the_longest_pause_is_not_shorter_than_the_first() -> None:
         "--retry-max-backoff-ms 49 must not be less than --retry-initial-backoff-ms 50"
     ]
     assert load({"retry_max_backoff_ms": "50"}).retry_max_backoff_ms == 50
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("unix:/x.sock", "--envoy-admin-address: Must be host:port (got 'unix:/x.sock')"),
+        ("name:0", "--envoy-admin-address: Port must be between 1 and 65535 (got 'name:0')"),
+    ],
+)
+def test_an_admin_interface_is_at_a_tcp_port(address: str, problem: str) -> None:
+    assert problems({"envoy_admin_address": address}) == [problem]
 
 
 def test_yaml_keys_may_have_dashes(yaml_file: Path) -> None:
@@ -591,17 +605,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_worker_is_given_once(prefill: list[str], decode: list[str]) -> None:
     (line,) = problems({"prefill": prefill, "decode": decode})
     assert line.endswith("is given more than once (--prefill, --decode)")
-
-
-@pytest.mark.parametrize(
-    ("address", "problem"),
-    [
-        ("unix:/x.sock", "--envoy-admin-address: Must be host:port (got 'unix:/x.sock')"),
-        ("name:0", "--envoy-admin-address: Port must be between 1 and 65535 (got 'name:0')"),
-    ],
-)
-def test_an_admin_interface_is_at_a_tcp_port(address: str, problem: str) -> None:
-    assert problems({"envoy_admin_address": address}) == [problem]
 
 
 def test_listening_ports_differ() -> None:

@@ -69,6 +69,7 @@ async def test_what_a_probe_asks(client: WorkerClient) -> None:
             "host": f"engine:{server.port}",
             "authorization": "Bearer k",
             "accept": "*/*",
+            "accept-encoding": "identity",
             "connection": "close",
         }
         server.health = 204

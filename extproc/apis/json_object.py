@@ -130,6 +130,16 @@ class JsonObject:
         value = self._values.get(key)
         return 0 if value is None else memoryview(value)[0]
 
+    def size_of(self, key: str) -> int:
+        """How many bytes the value of ``key`` has; 0 when it is absent."""
+        value = self._values.get(key)
+        return 0 if value is None else len(memoryview(value))
+
+    def beginning(self, key: str, size: int) -> bytes:
+        """The first ``size`` bytes of the value of ``key``, or all of it; empty when it is absent."""
+        value = self._values.get(key)
+        return b"" if value is None else bytes(memoryview(value)[:size])
+
     def object_of(self, key: str) -> JsonObject | None:
         """The object that is the value of ``key``; None when it is anything else, or absent.
 

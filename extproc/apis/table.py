@@ -27,6 +27,7 @@ class Api:
         worker_path: the path on the worker.
         id_prefix: how request ids made for this API begin (the peer's prefixes).
         prompt_keys: where the prompt may be; one of them must be present (all of them for ``needs_all``).
+        ids_keys: the prompt keys whose value may be a list of token ids, or a list of such lists.
         batch_keys: the prompt keys whose value may be a list of prompts.
         object_keys: what else must be present, as objects.
         samples_key: the key with the number of samples per prompt, or None.
@@ -46,6 +47,7 @@ class Api:
     id_prefix: str
     prompt_keys: tuple[str, ...]
     flow: Flow = Flow.PAIR
+    ids_keys: tuple[str, ...] = ()
     batch_keys: tuple[str, ...] = ()
     object_keys: tuple[str, ...] = ()
     samples_key: str | None = None
@@ -71,6 +73,7 @@ COMPLETIONS: Final = Api(
     "/v1/completions",
     "cmpl-",
     ("prompt",),
+    ids_keys=("prompt",),
     batch_keys=("prompt",),
     samples_key="n",
     rid_key="rid",
@@ -81,6 +84,7 @@ GENERATE: Final = Api(
     "/generate",
     "gnt-",
     ("text", "input_ids", "input_embeds"),
+    ids_keys=("input_ids",),
     batch_keys=("text", "input_ids", "input_embeds"),
     samples_key="n",
     samples_in="sampling_params",
@@ -118,6 +122,7 @@ INFERENCE_GENERATE: Final = Api(
     "/inference/v1/generate",
     "gnt-",
     ("token_ids",),
+    ids_keys=("token_ids",),
     object_keys=("sampling_params",),
     samples_key="n",
     samples_in="sampling_params",

@@ -10,7 +10,7 @@ from extproc.control.auth import Access, auth_middleware
 from extproc.control.fallback import json_errors
 from extproc.control.fleet_routes import FleetRoutes
 from extproc.control.info_routes import InfoRoutes
-from extproc.control.loads import LoadRoutes, OwnFigures, nothing_known
+from extproc.control.loads import LoadRoutes
 from extproc.control.openapi import OpenApiRoutes
 from extproc.control.request_id import request_id_middleware
 from extproc.control.status_routes import StatusRoutes
@@ -35,7 +35,6 @@ class ControlApi:
         access: who may do what; by default anybody may read, and whoever is on this machine may change things.
         model_aliases: further names of models.
         request_id_headers: where a client's own request id is looked for.
-        engine_loads: what a worker's engine says of its load, for ``/get_loads``.
         try_pair: has a pair answer a request, for ``/health_generate``.
     """
 
@@ -48,7 +47,6 @@ class ControlApi:
         access: Access | None = None,
         request_id_headers: Sequence[str] = REQUEST_ID_HEADERS,
         model_aliases: Mapping[str, str] | None = None,
-        engine_loads: OwnFigures = nothing_known,
         try_pair: Try = no_trial,
     ) -> None:
         self._address = parse_address(address)
@@ -67,7 +65,7 @@ class ControlApi:
         app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}).routes())
         app.add_routes(WorkerRoutes(registry).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
-        app.add_routes(LoadRoutes(registry, engine_loads).routes())
+        app.add_routes(LoadRoutes(registry).routes())
         app.add_routes(FleetRoutes(registry, client).routes())
         trials = TrialRoutes(registry, try_pair)
         app.add_routes(trials.routes())

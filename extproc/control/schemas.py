@@ -78,15 +78,25 @@ class Load(_Open):
     worker: str
     worker_type: _Role
     dp_rank: int
-    num_running_reqs: int
-    num_total_reqs: int
+    gateway_reqs: int = 0
+    gateway_prompt_tokens: int = 0
+    envoy_reqs: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_total_reqs: int = 0
 
 
 class LoadSum(_Exact):
-    """Over all workers, by our own count."""
+    """Over all workers, by our own count and, as far as they say it, their engines'."""
 
-    total_running_reqs: int
-    total_reqs: int
+    gateway_reqs: int
+    gateway_prompt_tokens: int
+    total_running_reqs: int = 0
+    total_waiting_reqs: int = 0
+    total_reqs: int = 0
+    avg_token_usage: float = 0
+    avg_throughput: float = 0
+    avg_utilization: float = 0
 
 
 class Loads(_Exact):

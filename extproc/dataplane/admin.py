@@ -7,6 +7,9 @@ from typing import Any
 
 import aiohttp
 
+from extproc.dataplane.active import ActiveRequests
+from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+
 
 class EnvoyAdmin:
     """A client of the admin port. Every method raises ``aiohttp.ClientError`` or ``TimeoutError``."""
@@ -51,6 +54,12 @@ class EnvoyAdmin:
             response.raise_for_status()
             async for piece in response.content.iter_any():
                 feed(piece)
+
+    async def active_requests(self) -> dict[tuple[str, str], int]:
+        """Requests under way by role cluster and host ("ip:port"), those of everybody who sends through this Envoy."""
+        active = ActiveRequests((PREFILL_CLUSTER, DECODE_CLUSTER))
+        await self.clusters_as_text(active.feed)
+        return active.found
 
     async def gauge(self, name: str) -> int:
         """One counter or gauge; 0 when Envoy has none of that name."""

@@ -68,15 +68,17 @@ class _Part:
         "params",
         "plan",
         "prefill",
+        "tokens",
         "turn",
         "worker",
     )
 
-    def __init__(self, attempt: Attempt, index: int, worker: Worker) -> None:
+    def __init__(self, attempt: Attempt, index: int, worker: Worker, tokens: int) -> None:
         self._attempt = attempt
         self._refusal: WholeAnswer | None = None  # receives an answer that is an error
         self.index = index
         self.worker = worker  # who decodes, as far as known
+        self.tokens = tokens  # of its prompt, about
         self.turn = 0  # of that worker, while the decode leg is out
         self.headed = False  # it is known
         self.begun = False  # a token of the answer has come
@@ -154,7 +156,7 @@ class _Part:
         """The decode leg has ended."""
         self.decode = None
         self._refusal = None  # it refers back to us
-        self.worker.end(self.turn)
+        self.worker.end(self.turn, self.tokens)
 
 
 class Attempt:
@@ -190,7 +192,8 @@ class Attempt:
         self.events = events
         self.prefill = pair.prefill
         self._decodes = pair.decodes
-        self._parts = [_Part(self, index, pair.decodes[0]) for index in range(joint.parts)]
+        tokens = request.prompt_tokens() // max(1, len(joint.prompts))
+        self._parts = [_Part(self, index, pair.decodes[0], tokens) for index in range(joint.parts)]
         self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0], session.take_own_id())
 
     @property
@@ -322,8 +325,8 @@ class Attempt:
         """Envoy says where a decode leg is: after a fail-over that is not the first of the list."""
         if worker is not part.worker:
             refused(self._session.gateway, refused_before(self._decodes, worker), part.turn)
-            part.worker.end(part.turn)
-            part.worker, part.turn = worker, worker.begin()
+            part.worker.end(part.turn, part.tokens)
+            part.worker, part.turn = worker, worker.begin(part.tokens)
 
     def _untold(self, part: _Part, code: str, status: int = 0) -> None:
         """See to what a decode worker that failed before its answer may not have told the prefill."""
@@ -355,7 +358,7 @@ class Attempt:
         keep = self._keep_prefills or handoff.in_turn
         path = leg_path(self._request.api, self._head.path)
         leg = part.prefill = PrefillLeg(
-            session, self._head, path, self._placed, plan, self._leg_id(part), keep=keep, events=part
+            session, self._head, path, self._placed, plan, self._leg_id(part), part.tokens, keep=keep, events=part
         )
         leg.send()
         part.plan = leg.plan
@@ -367,7 +370,7 @@ class Attempt:
         path = leg_path(self._request.api, head.path)
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
         part.decode = gateway.egress.send(headers, body, part)
-        part.turn = part.worker.begin()
+        part.turn = part.worker.begin(part.tokens)
 
     def _leg_id(self, part: _Part) -> bytes:
         """What workers are told for the request's id: engines name a request after it."""

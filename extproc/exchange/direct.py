@@ -75,6 +75,7 @@ class DirectCourse:
         "_status",
         "_stored",
         "_timer",
+        "_tokens",
         "_turn",
         "_unpinned",
         "_upstreams",
@@ -86,6 +87,7 @@ class DirectCourse:
         self._session = session
         self._head = head
         self._request = request
+        self._tokens = request.prompt_tokens()
         self._path = leg_path(request.api, head.path)
         self._state = State.READY
         self._upstreams = upstreams  # where Envoy may send the released request, in order
@@ -293,7 +295,15 @@ class DirectCourse:
         assert handoff is not None
         placed = Placed(Pair(prefill, self._upstreams), handoff)
         leg = self._leg = PrefillLeg(
-            session, self._head, self._path, placed, plan, session.record.leg_id, keep=handoff.in_turn, events=self
+            session,
+            self._head,
+            self._path,
+            placed,
+            plan,
+            session.record.leg_id,
+            self._tokens,
+            keep=handoff.in_turn,
+            events=self,
         )
         leg.send()
         self._plan = leg.plan
@@ -305,7 +315,7 @@ class DirectCourse:
             self._upstreams = still_sought(self._upstreams)
             self._decode = self._upstreams[0]
         decode = self._decode
-        self._turn = decode.begin()
+        self._turn = decode.begin(self._tokens)
         self._released = True
         body = self._body
         self._body = b""
@@ -400,7 +410,7 @@ class DirectCourse:
 
     def _ended(self) -> None:
         """The leg that stayed with Envoy under a late answer has ended, too."""
-        self._decode.end(self._turn)
+        self._decode.end(self._turn, self._tokens)
         self._unpin()
 
     def give_back(self) -> None:
@@ -574,7 +584,7 @@ class DirectCourse:
     def _give_decode_back(self) -> None:
         if self._released:
             self._released = False
-            self._decode.end(self._turn)
+            self._decode.end(self._turn, self._tokens)
 
     def _abort(self, workers: Sequence[Worker]) -> None:
         if self._plan is not None and self._handoff is not None:
@@ -612,8 +622,8 @@ class DirectCourse:
         for position, worker in enumerate(self._upstreams):
             if worker.endpoint == endpoint and worker is not self._decode:
                 refused(self._session.gateway, self._upstreams[:position], self._turn)
-                self._decode.end(self._turn)
-                self._turn = worker.begin()
+                self._decode.end(self._turn, self._tokens)
+                self._turn = worker.begin(self._tokens)
                 self._decode = worker
                 return
 

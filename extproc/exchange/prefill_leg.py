@@ -47,6 +47,7 @@ class PrefillLeg:
         placed: the workers.
         plan: whose prefill leg it is.
         leg_id: what workers are told for the request's id.
+        tokens: of its prompt, about.
         keep: its answer's body is wanted whole.
         events: is told what happens.
     """
@@ -63,6 +64,7 @@ class PrefillLeg:
         "_path",
         "_placed",
         "_session",
+        "_tokens",
         "_turn",
         "_unsettled",
         "plan",
@@ -76,6 +78,7 @@ class PrefillLeg:
         placed: Placed,
         plan: Plan,
         leg_id: bytes,
+        tokens: int,
         *,
         keep: bool,
         events: PrefillEvents,
@@ -85,6 +88,7 @@ class PrefillLeg:
         self._path = path
         self._placed = placed
         self._leg_id = leg_id
+        self._tokens = tokens
         self._keep = keep
         self._events = events
         self._leg: Leg | None = None
@@ -122,7 +126,7 @@ class PrefillLeg:
             keep=self._keep,
         )
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
-        self._turn = worker.begin()
+        self._turn = worker.begin(self._tokens)
         self._decoding = gateway.clock.now()
         self.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
 
@@ -217,5 +221,5 @@ class PrefillLeg:
         events = self._events
         del self._events
         self._leg = self._limit = None
-        self._placed.pair.prefill.end(self._turn)
+        self._placed.pair.prefill.end(self._turn, self._tokens)
         return events

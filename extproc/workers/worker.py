@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from extproc.errors import InvalidUrlError
 from extproc.workers.breaker import Breaker
+from extproc.workers.load import EngineLoad
 from extproc.workers.pairing_key import UNKNOWN, Pairing, enforces_handshake
 from extproc.workers.topology import Place, place_of
 
@@ -146,6 +147,11 @@ class Worker:
     # has acknowledged an endpoint list that contains it.
     endpoint: str | None = None
     load: int = 0  # legs in flight that this process sent
+    tokens: int = field(default=0, init=False)  # of their prompts, about
+    # What its engine last said of its own load (:mod:`extproc.workers.load_poll`), and how many requests Envoy has
+    # under way to it, those of other sidecars behind the same Envoy among them. None: not known, or not any more.
+    engine_load: EngineLoad | None = field(default=None, init=False, repr=False)
+    envoy_active: int | None = field(default=None, init=False)
     answers: int = 0  # that legs had of it, whatever they say: whether it still gives any
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
@@ -153,6 +159,7 @@ class Worker:
     cards: tuple[Mapping[str, object], ...] = ()
     # The entries of its own ``/v1/models``, each with an ``id``.
     listed: tuple[Mapping[str, object], ...] = ()
+    dp_rank: int | None = None  # the data-parallel rank that this entry stands for, None for a server as a whole
     name: str = field(init=False)  # the URL as text, made once
     pairing: Pairing = field(init=False)  # plain, because the request path compares it
     place: Place = field(init=False)
@@ -171,15 +178,20 @@ class Worker:
         self.pairing = Pairing.of(self.runtime, self.transport, self.labels, handshake=handshake)
         self.place = place_of(self.labels)
 
-    def begin(self) -> int:
-        """A leg goes out to it. What is returned goes to :meth:`end`, once (measured: 0.08 µs each)."""
+    def begin(self, tokens: int = 0) -> int:
+        """A leg with a prompt of about so many tokens goes out to it.
+
+        What is returned goes to :meth:`end`, once, with the tokens (measured: 0.1 µs each).
+        """
         self.load += 1
+        self.tokens += tokens
         breaker = self.breaker
         return breaker.begin() if breaker.wary else 0
 
-    def end(self, turn: int) -> None:
+    def end(self, turn: int, tokens: int = 0) -> None:
         """The leg that began with ``turn`` is over, however it ended."""
         self.load -= 1
+        self.tokens -= tokens
         if turn:
             self.breaker.end(turn)
 

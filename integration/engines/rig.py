@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def gateway(directory: Path, *options: str) -> Iterator[str]:
     port = free_port()
     common = ["--host", "127.0.0.1", "--port", str(port), "--run-dir", str(directory)]
     common += ["--envoy-admin-port", "0", "--prometheus-port", "0", "--drain-settle-secs", "0", *HEALTH]
+    common += ["--load-monitor-interval", "1"]
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -67,6 +68,20 @@ async def ready(client: aiohttp.ClientSession, url: str) -> None:
             if response.ok:
                 return
             assert time.monotonic() - started < READY_SECONDS, await response.text()
+        await asyncio.sleep(0.1)
+
+
+async def loads_until(
+    client: aiohttp.ClientSession, url: str, worker: str, condition: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """What the gateway says of the load of a worker, once ``condition`` holds for it."""
+    started = time.monotonic()
+    while True:
+        async with client.get(f"{url}/get_loads") as response:
+            loads = {load["worker"]: load for load in (await response.json())["loads"]}
+        if worker in loads and condition(loads[worker]):
+            return loads[worker]
+        assert time.monotonic() - started < READY_SECONDS, loads
         await asyncio.sleep(0.1)
 
 

@@ -20,7 +20,7 @@ import servers
 import sglang_servers
 from record import CASES as MERGED
 from record import CHAT, COMPLETION, COMPLETIONS, GREEDY, PAIR, USAGE, Body, generate
-from rig import READY_SECONDS, post, ready
+from rig import READY_SECONDS, loads_until, post, ready
 from servers import Server
 from sglang_answers import accumulated, without_run
 from sglang_servers import BOOTSTRAP_PORT, Engines
@@ -276,6 +276,21 @@ async def test_a_client_that_leaves_during_a_prefill_frees_the_decode(
     finally:
         engines.prefill.signal(signal.SIGCONT)
     await seconds_until(client, engines.prefill, busy=False)
+
+
+async def test_what_is_known_of_an_engines_load(gateway: str, engines: Engines, client: aiohttp.ClientSession) -> None:
+    idle = await loads_until(client, gateway, engines.decode.url, lambda load: load.get("num_total_reqs") == 0)
+    async with client.get(f"{engines.decode.url}/v1/loads") as response:
+        (said,) = (await response.json())["loads"]
+    for limit in ("max_total_num_tokens", "max_running_requests"):
+        assert idle[limit] == said[limit] > 0
+    request = asyncio.create_task(post(client, gateway, "/v1/chat/completions", LONG_CHAT))
+    busy = await loads_until(client, gateway, engines.decode.url, lambda load: load.get("num_running_reqs") == 1)
+    assert busy["gateway_reqs"] == 1
+    assert busy["token_usage"] > 0
+    await loads_until(client, gateway, engines.decode.url, lambda load: load.get("envoy_reqs") == 1)
+    request.cancel()
+    await loads_until(client, gateway, engines.decode.url, lambda load: load.get("num_total_reqs") == 0)
 
 
 @pytest.mark.parametrize(("n", "stream"), [(1, False), (1, True), (2, True)])

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import servers
-from rig import Body, post
+from rig import Body, loads_until, post
 from vllm_answers import comparable, without_run
 from vllm_cases import (
     CASES,
@@ -30,8 +30,8 @@ from vllm_cases import (
     USAGE,
     generate,
 )
-from vllm_rig import Pair, fresh, hits, seconds_until_idle
-from vllm_servers import VllmServer
+from vllm_rig import Pair, fresh, hits, seconds_until_idle, unloaded
+from vllm_servers import BLOCKS, VllmServer
 
 from extproc.merge.sse import DONE, EventSplitter
 
@@ -212,3 +212,15 @@ async def test_fifty_prompts_at_concurrency_eight(
     usages = [answer["usage"] if "usage" in answer else answer[None]["usage"] for answer in single]
     assert fetched == sum(usage["prompt_tokens"] for usage in usages)
     assert await seconds_until_idle(client, pair.prefill, pair.decode) < 3
+
+
+async def test_what_is_known_of_an_engines_load(pair: Pair, client: aiohttp.ClientSession) -> None:
+    """A vLLM renews its figures when it steps only, and so they are old ones when it has just become idle."""
+    long = asyncio.create_task(post(client, pair.url, CHAT_PATH, {**CHAT, **GREEDY, "max_tokens": 1500}))
+    busy = await loads_until(client, pair.url, pair.decode.url, lambda load: load.get("num_running_reqs") == 1)
+    assert busy["num_waiting_reqs"] == 0
+    assert 0 < busy["token_usage"] < 1
+    assert busy["max_total_num_tokens"] == BLOCKS * 32
+    assert busy["gateway_reqs"] == 1
+    long.cancel()
+    await unloaded(client, pair.url, pair.decode)

@@ -13,7 +13,7 @@ from extproc.mock.api import STUMBLE, Reply, parse
 from extproc.mock.exchange import TEXT, Exchange
 from extproc.mock.prompts import chat_prompt
 from extproc.mock.runner import send
-from extproc.mock.sglang import bodies, info
+from extproc.mock.sglang import bodies, info, loads
 from extproc.mock.sglang.api import error, parse_v1
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Control:
         await exchange.reply(200, b'"SGLang is running"')
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await exchange.reply(200, info.metrics(len(self._engine.live), self._engine.admitted), TEXT)
+        await exchange.reply(200, loads.metrics(self._engine, self._identity().model), TEXT)
 
     async def _models(self, exchange: Exchange) -> None:
         await send(exchange, Reply.json(200, {"object": "list", "data": [self._identity().model_card()]}))
@@ -141,9 +141,15 @@ class Control:
         await send(exchange, Reply.json(200, self._identity().server_info(len(self._engine.live))))
 
     async def _loads(self, exchange: Exchange) -> None:
-        wanted = ",".join(parse_qs(exchange.record.query).get("include", []))
-        include = {section.strip() for section in wanted.split(",") if section.strip()}
-        await send(exchange, Reply.json(200, self._identity().loads(len(self._engine.live), include)))
+        query = parse_qs(exchange.record.query)
+        wanted = query.get("include", [""])[-1]
+        include = {section.strip() for section in wanted.split(",")} if wanted else set()
+        if not include <= loads.SECTIONS:
+            await exchange.reply(500, b"Internal Server Error", TEXT)
+            return
+        rank = query.get("dp_rank", [""])[-1]
+        found = loads.loads(self._engine, include, int(rank) if rank.isdigit() else None)
+        await send(exchange, Reply.json(200, found))
 
 
 def _ranked(body: bodies.Rerank) -> list[dict[str, Any]]:

@@ -60,6 +60,7 @@ class Sequence(engine.Sequence):
 
     room: Room = Room()
     logprobs: LogprobOptions | None = None
+    waiting: bool = False  # for the other leg: a prefill's before it runs, a decode's with its place in the cache
 
 
 Batch = engine.Batch[Sequence]
@@ -125,6 +126,17 @@ class Engine(engine.Engine[Sequence]):
             stopper = sequence.stopper
             if (everything or sequence.rid.startswith(rid)) and stopper is not None and not stopper.done():
                 stopper.set_result(None)
+
+    @property
+    def waiting(self) -> int:
+        """How many sequences wait for their other leg."""
+        return sum(sequence.waiting for sequence in self.live.values())
+
+    @property
+    def used_tokens(self) -> int:
+        """What the KV cache holds: a decode has taken its place there before anything comes, a prefill has not."""
+        holders = (s for s in self.live.values() if not s.waiting or self.mode is Mode.DECODE)
+        return sum(sequence.prompt.length + sequence.written for sequence in holders)
 
     # --- one sequence ---
 
@@ -231,6 +243,7 @@ class Engine(engine.Engine[Sequence]):
         if stopper is None or future.done():
             await future
             return
+        sequence.waiting = True
 
         # the plain path: stopper and timer speak through the future, which is cheaper than asyncio.wait and a timeout
         def give_up(reason: str) -> None:
@@ -244,6 +257,7 @@ class Engine(engine.Engine[Sequence]):
         try:
             await future
         finally:
+            sequence.waiting = False
             timer.cancel()
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from extproc.mock.generation import CONTEXT
 from extproc.mock.sglang.engine import Layout, Mode
 
 VERSION = "0.5.23"
-_CAPACITY = 8192
-_MAX_RUNNING = 2048
+CAPACITY = 8192
+MAX_RUNNING = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Identity:
             "context_length": None,
             "is_embedding": False,
             "max_running_requests": None,
-            "max_total_tokens": _CAPACITY,
+            "max_total_tokens": CAPACITY,
             "tp_size": 1,
             "pp_size": 1,
             "dp_size": 1,
@@ -85,53 +84,10 @@ class Identity:
                 {
                     "load": running,
                     "last_gen_throughput": 0.0,
-                    "effective_max_running_requests_per_dp": _MAX_RUNNING,
-                    "memory_usage": {"token_capacity": _CAPACITY},
+                    "effective_max_running_requests_per_dp": MAX_RUNNING,
+                    "memory_usage": {"token_capacity": CAPACITY},
                 }
             ],
             "version": VERSION,
             "frontend": "python",
         }
-
-    def loads(self, running: int, include: set[str]) -> dict[str, Any]:
-        """``/v1/loads``; ``include`` empty: every section."""
-        load: dict[str, Any] = {
-            "timestamp": time.time(),
-            "dp_rank": 0,
-            "num_running_reqs": running,
-            "num_waiting_reqs": 0,
-            "num_waiting_uncached_tokens": 0,
-            "num_used_tokens": 0,
-            "num_total_tokens": 0,
-            "max_total_num_tokens": _CAPACITY,
-            "max_running_requests": _MAX_RUNNING,
-            "token_usage": 0.0,
-            "gen_throughput": 0.0,
-            "cache_hit_rate": 0.0,
-            "utilization": 0.0,
-        }
-        sections: dict[str, tuple[str, dict[str, Any]]] = {
-            "memory": ("memory", {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": _CAPACITY}),
-            "disagg": ("disaggregation", {"mode": self.mode.value, "kv_transfer_latency_ms": 0.0}),
-            "queues": ("queues", {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0}),
-        }
-        for name, (key, section) in sections.items():
-            if not include or "all" in include or name in include:
-                load[key] = section
-        return {
-            "timestamp": datetime.now(UTC).isoformat(),
-            "version": VERSION,
-            "accelerator": None,
-            "num_accelerators": 1,
-            "loads": [load],
-        }
-
-
-def metrics(running: int, handled: int) -> bytes:
-    """``/metrics`` (the engine has it only with ``--enable-metrics``)."""
-    return (
-        "# TYPE sglang:num_running_reqs gauge\n"
-        f"sglang:num_running_reqs {running}\n"
-        "# TYPE sglang:num_requests_total counter\n"
-        f"sglang:num_requests_total {handled}\n"
-    ).encode()

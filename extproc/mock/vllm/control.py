@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 import orjson
 
@@ -55,6 +56,7 @@ class Control:
             "/version": ("GET", self._version),
             "/load": ("GET", self._load),
             "/metrics": ("GET", self._metrics),
+            "/metrics/": ("GET", self._some_metrics),
             "/v1/models": ("GET", self._models),
         }
 
@@ -144,6 +146,11 @@ class Control:
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.reply(200, metrics.text(self._engine), TEXT)
+
+    async def _some_metrics(self, exchange: Exchange) -> None:
+        """Behind ``/metrics`` the page is prometheus_client's own: only there are names looked at."""
+        names = parse_qs(exchange.record.query).get("name[]")
+        await exchange.reply(200, metrics.text(self._engine, names), TEXT)
 
     async def _models(self, exchange: Exchange) -> None:
         await send(exchange, Reply.json(200, {"object": "list", "data": [self._card()]}))

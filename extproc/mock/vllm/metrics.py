@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from extproc.mock.vllm.engine import Engine
 
 
@@ -18,8 +20,8 @@ class Metric(NamedTuple):
     suffix: str = ""
 
 
-def text(engine: Engine) -> bytes:
-    """The exposition."""
+def text(engine: Engine, names: Collection[str] | None = None) -> bytes:
+    """The exposition; only of ``names``, where there are any."""
     totals = engine.totals
     loading = engine.loading
     found = [
@@ -36,7 +38,9 @@ def text(engine: Engine) -> bytes:
         Metric("generation_tokens_total", "counter", totals.generated),
     ]
     options = engine.options
-    layout = f',block_size="{options.block_size}",cache_dtype="{options.cache_dtype}"'
+    layout = (
+        f',block_size="{options.block_size}",cache_dtype="{options.cache_dtype}",num_gpu_blocks="{engine.blocks.count}"'
+    )
     found.append(Metric("cache_config_info", "gauge", 1, layout))
     for reason, count in totals.ends.items():
         found.append(Metric("request_success_total", "counter", count, f',finished_reason="{reason}"'))
@@ -46,6 +50,8 @@ def text(engine: Engine) -> bytes:
     told = ""
     for metric in found:
         name = f"vllm:{metric.family}"
+        if names is not None and name + metric.suffix not in names:
+            continue
         if name != told:
             lines.append(f"# TYPE {name} {metric.kind}")
             told = name
