@@ -115,12 +115,12 @@ class Control:
         await send(exchange, Reply.json(200, self._identity().model_info()))
 
     async def _server_info(self, exchange: Exchange) -> None:
-        await send(exchange, Reply.json(200, self._identity().server_info(len(self._engine.live))))
+        await send(exchange, Reply.json(200, self._identity().server_info(self._engine.running)))
 
     async def _loads(self, exchange: Exchange) -> None:
         wanted = ",".join(parse_qs(exchange.record.query).get("include", []))
         include = {section.strip() for section in wanted.split(",") if section.strip()}
-        await send(exchange, Reply.json(200, self._identity().loads(len(self._engine.live), include)))
+        await send(exchange, Reply.json(200, self._identity().loads(self._engine.running, include)))
 
 
 def _ranked(body: bodies.Rerank) -> list[dict[str, Any]]:

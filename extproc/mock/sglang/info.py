@@ -24,6 +24,8 @@ class Identity:
     host: str
     port: int
     bootstrap_port: int
+    dp_size: int = 1
+    version: str = VERSION
 
     def model_card(self) -> dict[str, Any]:
         """An entry of ``/v1/models``."""
@@ -56,8 +58,8 @@ class Identity:
             "architectures": ["LlamaForCausalLM"],
         }
 
-    def server_info(self, running: int) -> dict[str, Any]:
-        """``/server_info``."""
+    def server_info(self, running: list[int]) -> dict[str, Any]:
+        """``/server_info``; ``running``: requests by rank."""
         return {
             "model_path": self.model,
             "tokenizer_path": self.model,
@@ -70,7 +72,7 @@ class Identity:
             "page_size": 1,
             "tp_size": 1,
             "pp_size": 1,
-            "dp_size": 1,
+            "dp_size": self.dp_size,
             "load_balance_method": "follow_bootstrap_room" if self.mode is Mode.PREFILL else "round_robin",
             "host": self.host,
             "port": self.port,
@@ -85,21 +87,31 @@ class Identity:
             "max_req_input_len": CONTEXT - 5,
             "internal_states": [
                 {
-                    "load": running,
+                    "load": load,
                     "last_gen_throughput": 0.0,
                     "effective_max_running_requests_per_dp": _MAX_RUNNING,
                     "memory_usage": {"token_capacity": _CAPACITY},
                 }
+                for load in running
             ],
-            "version": VERSION,
+            "version": self.version,
             "frontend": "python",
         }
 
-    def loads(self, running: int, include: set[str]) -> dict[str, Any]:
-        """``/v1/loads``; ``include`` empty: every section."""
+    def loads(self, running: list[int], include: set[str]) -> dict[str, Any]:
+        """``/v1/loads``; ``running``: requests by rank; ``include`` empty: every section."""
+        return {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": self.version,
+            "accelerator": None,
+            "num_accelerators": 1,
+            "loads": [self._load(rank, load, include) for rank, load in enumerate(running)],
+        }
+
+    def _load(self, rank: int, running: int, include: set[str]) -> dict[str, Any]:
         load: dict[str, Any] = {
             "timestamp": time.time(),
-            "dp_rank": 0,
+            "dp_rank": rank,
             "num_running_reqs": running,
             "num_waiting_reqs": 0,
             "num_waiting_uncached_tokens": 0,
@@ -120,13 +132,7 @@ class Identity:
         for name, (key, section) in sections.items():
             if not include or "all" in include or name in include:
                 load[key] = section
-        return {
-            "timestamp": datetime.now(UTC).isoformat(),
-            "version": VERSION,
-            "accelerator": None,
-            "num_accelerators": 1,
-            "loads": [load],
-        }
+        return load
 
 
 def metrics(running: int, handled: int) -> bytes:

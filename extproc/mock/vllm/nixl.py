@@ -12,7 +12,7 @@ from typing import Any
 
 from extproc.mock.engine import CrashError
 from extproc.mock.lines import Lines
-from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence
+from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence, core_id
 from extproc.mock.vllm.metrics import Metric
 from extproc.mock.vllm.peers import Listener, LoadError, Peers
 
@@ -32,6 +32,7 @@ class Nixl(Connector):
         self.peers = Peers()
         self.listener = Listener(self._hear)
         self._engine = engine
+        self._cores: dict[str, str] = {}  # pinned requests, and the engine core of each
         self._freeing: set[asyncio.Task[None]] = set()
         self._read = 0
         self._failed = 0
@@ -61,7 +62,7 @@ class Nixl(Connector):
         """Whether parameters that ask for a remote prefill lack what it takes."""
         return not all(name in params for name in _REMOTE)
 
-    async def load(self, params: dict[str, Any]) -> int:
+    async def load(self, params: dict[str, Any], rank: int) -> int:  # noqa: ARG002 - Connector's signature
         """Read the prefill's blocks."""
         blocks = params["remote_block_ids"]
         first = blocks[0][0] if blocks and isinstance(blocks[0], list) and blocks[0] else 0
@@ -88,7 +89,7 @@ class Nixl(Connector):
             Metric("nixl_num_notifications_after_expiry_total", "counter", self._late),
         ]
 
-    def release_remote(self, params: dict[str, Any]) -> None:
+    def release_remote(self, params: dict[str, Any], rank: int) -> None:  # noqa: ARG002 - Connector's signature
         """The prefill is told to free its blocks; parameters that do not say where are a ``KeyError`` in the core."""
         if self.incomplete(params) or "remote_block_ids" not in params:
             raise CrashError
@@ -108,11 +109,12 @@ class Nixl(Connector):
         engine.blocks.give(sequence.blocks[len(kept) :])
         sequence.blocks = []
         engine.pins.hold(sequence.rid, kept, sequence.digest)
+        core = self._cores[sequence.rid] = core_id(self.engine_id, sequence.rank, engine.options.dp_size)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [kept],
-            "remote_engine_id": self.engine_id,
+            "remote_engine_id": core,
             "remote_request_id": sequence.rid,
             "remote_host": self.host,
             "remote_port": self.port,
@@ -133,9 +135,10 @@ class Nixl(Connector):
 
     def _hear(self, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
         engine_id, request, *block = arguments
-        if engine_id != self.engine_id:
+        if engine_id != self._cores.get(request, engine_id) or not engine_id.startswith(self.engine_id):
             peer.send(f"fail {number} engine id mismatch")
             return
+        self._cores.pop(request, None)
         content = self._engine.blocks.content(int(block[0])) if word == "pull" else 0
         if not self._engine.pins.release(request):
             self._late += 1
