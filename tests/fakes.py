@@ -21,6 +21,7 @@ from extproc.handoff.table import Handoffs
 from extproc.names import PROGRESS_NAMESPACE, WATCHED
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.workers.ranks import form
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker, WorkerUrl
 
 
@@ -29,6 +30,15 @@ def worker(role: Role, port: int, **fields) -> Worker:
     made = Worker(f"{role.value}-{port}", WorkerUrl("http", "127.0.0.1", port), role, **fields)
     made.status = Status.READY
     made.endpoint = f"127.0.0.1:{port}"
+    return made
+
+
+def ranks(role: Role, port: int, size: int, **fields) -> list[Worker]:
+    """The entries of one server's data-parallel ranks."""
+    made = [worker(role, port, **fields) for _ in range(size)]
+    form(made)
+    for entry in made:
+        entry.id = f"{entry.id}@{entry.dp_rank}"
     return made
 
 

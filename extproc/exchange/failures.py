@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,8 @@ from extproc.workers.worker import Worker
 _RETRY_AFTER: Final = 1  # seconds
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
+# By a server that restarted with fewer ranks, in the words of SGLang (0.5.23) and vLLM (0.32).
+_NO_SUCH_RANK: Final = re.compile(rb"routed_dp_rank=\d+ out of range|data_parallel_rank \d+ is out of range")
 
 
 def failure_of(
@@ -27,7 +30,9 @@ def failure_of(
     if (flags := fields.get(_LOCAL_REPLY)) is not None:
         return _envoys_word(worker, flags)
     retry_after = fields.get(b"retry-after")
-    message = f"{name} worker {worker.url} answered {status}"
+    message = f"{name} worker {worker.name} answered {status}"
+    if status == 400 and worker.dp_rank is not None and _NO_SUCH_RANK.search(body):  # our mistake, not the client's
+        return GatewayError(f"{name}_failed", f"{message}: there is no such rank any more")
     if 400 <= status < 500 or (answers_client and status >= 500):  # as a direct request's client would hear it
         code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
@@ -73,8 +78,13 @@ def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> 
     for worker in workers:
         if code.endswith("_unreachable"):
             gateway.report_unreachable(worker)
-        elif code.endswith("_connection_lost"):
+        elif code.endswith("_connection_lost") or _may_have_other_ranks(worker, error):
             gateway.report_failure(worker)
+
+
+def _may_have_other_ranks(worker: Worker, error: GatewayError) -> bool:
+    """Whether a refusal may be of the rank, which a body that is not seen here would say."""
+    return worker.dp_rank is not None and (error.status == 400 or error.fault.code.endswith("_failed"))
 
 
 def _envoys_word(worker: Worker, flags: bytes) -> GatewayError:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
+from extproc.policies.fail_over import FailOver
 from extproc.policies.policy import Policy
 from extproc.workers.pairing import may_pair, share_model, why_none
 from extproc.workers.worker import Role, Worker
@@ -44,6 +45,7 @@ class Placer:
         self._fleet = fleet
         self._prefill = prefill
         self._decode = decode
+        self._fail_over = FailOver(CANDIDATES)
         # By identity: the fleet gives the same tuples until something changes. Held, so that no other object can have
         # their identity meanwhile.
         self._alike: dict[tuple[int, int, bool], tuple[object, object, bool]] = {}
@@ -65,12 +67,12 @@ class Placer:
             raise self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
         any_model = model is None
         if self._all_alike(prefills, decodes, any_model=any_model):
-            return Pair(self._prefill.rank(prefills, 1)[0], _of_one_key(self._decode.rank(decodes, CANDIDATES)))
+            return Pair(self._prefill.rank(prefills, 1)[0], self._in_order(self._decode, decodes))
         for prefill in self._prefill.rank(prefills, len(prefills)):
             partners = tuple(decode for decode in decodes if _partners(prefill, decode, any_model=any_model))
             if partners:
                 same = decodes if len(partners) == len(decodes) else partners
-                return Pair(prefill, _of_one_key(self._decode.rank(same, CANDIDATES)))
+                return Pair(prefill, self._in_order(self._decode, same))
         raise _incompatible(prefills, decodes)
 
     def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
@@ -108,12 +110,12 @@ class Placer:
             if worker.pairing == like.pairing and worker.api_key == like.api_key and worker not in without
         )
         policy = self._decode if like.role is Role.DECODE else self._prefill
-        return policy.rank(found, CANDIDATES) if found else ()
+        return self._in_order(policy, found) if found else ()
 
     def decodes(self, model: str | None) -> Sequence[Worker]:
         """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
         found = self._fleet.usable(Role.DECODE, model)
-        return _of_one_key(self._decode.rank(found, CANDIDATES)) if found else ()
+        return self._in_order(self._decode, found) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be given a request now, in no order of preference.
@@ -137,8 +139,12 @@ class Placer:
             raise self._nobody(model, Role.PREFILL)
         if like is not None:
             others = tuple(w for w in prefills if w.pairing == like.pairing and w is not like)
-            return _of_one_key((like, *others[: CANDIDATES - 1]))
-        return _of_one_key(self._prefill.rank(prefills, CANDIDATES))
+            return self._fail_over.order((like, *others[: CANDIDATES - 1]), (like, *others))
+        return self._in_order(self._prefill, prefills)
+
+    def _in_order(self, policy: Policy, candidates: Sequence[Worker]) -> Sequence[Worker]:
+        """Whom ``policy`` takes of ``candidates``, and where the same request may go when that one refuses it."""
+        return self._fail_over.order(policy.rank(candidates, CANDIDATES), candidates)
 
     def _nobody(self, model: str | None, role: Role) -> GatewayError:
         # A gateway to which nobody has come yet cannot say what exists.
@@ -160,12 +166,3 @@ def _incompatible(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Gate
         return GatewayError("no_compatible_pd_pair", why[0].upper() + why[1:])
     message = "No prefill worker and decode worker that are available serve the same model"
     return GatewayError("no_available_workers", message, retry_after=_RETRY_AFTER)
-
-
-def _of_one_key(ranked: Sequence[Worker]) -> Sequence[Worker]:
-    """Those that take the first one's API key: a request bears one, and may fail over only where it is known."""
-    key = ranked[0].api_key
-    for worker in ranked:
-        if worker.api_key != key:
-            return [worker for worker in ranked if worker.api_key == key]
-    return ranked
