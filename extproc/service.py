@@ -90,7 +90,9 @@ class Service:
         tls = None if settings.worker_ca_file is None else ssl.create_default_context(cafile=settings.worker_ca_file)
         self._client = WorkerClient(tls)
         self._ads = AdsServer(settings.ads_address)
-        self.registry = Registry(self._ads.publish, drain_limit=settings.request_timeout_secs)
+        self.registry = Registry(
+            self._ads.publish, drain_limit=settings.request_timeout_secs, dp_aware=settings.dp_aware
+        )
         self._monitor = Monitor(
             self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
         )

@@ -151,7 +151,10 @@ POLICY_NOT_YET = "is not available yet; there are: random, round_robin"
                 f"--service-discovery-port {NOT_YET}",
             ],
         ),
-        (f"{PAIR} --dp-aware --pd-pairing-mode strict", [f"--dp-aware {NOT_YET}", f"--pd-pairing-mode {NOT_YET}"]),
+        (
+            f"{PAIR} --queue-size 5 --pd-pairing-mode strict",
+            [f"--queue-size {NOT_YET}", f"--pd-pairing-mode {NOT_YET}"],
+        ),
         (f"{PAIR} --encode-policy=random", [f"--encode-policy {NOT_YET}"]),
     ],
 )

@@ -213,8 +213,13 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
             "kv_connector NixlConnector: SGLang workers have none",
         ),
         (
-            LEAST | {"dp_rank": 1, "dp_size": 2},
-            "not supported yet: `dp_rank`, `dp_size`",
+            LEAST | {"dp_rank": 1, "dp_base_url": "http://a"},
+            "not supported yet: `dp_base_url`, `dp_rank`",
+        ),
+        (LEAST | {"dp_size": 0}, "Invalid JSON data: dp_size: "),
+        (
+            LEAST | {"dp_size": 1025},
+            "Invalid JSON data: dp_size: ",
         ),
     ],
 )

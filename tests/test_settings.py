@@ -132,6 +132,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "decode_kv_connector": ("NixlPullConnector", "NixlPullConnector", "NixlConnector"),
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
     "token_reuse": ("false", "false", False),
+    "dp_aware": ("true", "true", True),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
@@ -477,7 +478,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(yaml_file: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("option", ["dp-aware", "service-discovery", "queue-size"])
+@pytest.mark.parametrize("option", ["dp-minimum-tokens-scheduler", "service-discovery", "queue-size"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"

@@ -62,9 +62,9 @@ class StatusRoutes:
         """What this gateway has under way per worker; the engines' own figures are not asked for."""
         loads = [
             {
-                "worker": str(worker.url),
+                "worker": worker.name,
                 "worker_type": worker.role.value,
-                "dp_rank": 0,
+                "dp_rank": worker.dp_rank or 0,
                 "num_running_reqs": worker.load,
                 "num_total_reqs": worker.load,
             }

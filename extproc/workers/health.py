@@ -47,7 +47,7 @@ class Monitor:
         """Begin watching. Needs a running event loop."""
         self._unsubscribe = self._registry.subscribe(self._changed)
         for worker in self._registry:
-            self._watch(worker)
+            self._changed(worker, Change.ADDED)
 
     async def stop(self) -> None:
         """Stop watching; returns when no probe is under way."""
@@ -64,7 +64,7 @@ class Monitor:
 
         Cheap and safe to call for every failed request.
         """
-        watch = self._watches.get(worker.id)
+        watch = self._watches.get(worker.server.id)
         if watch is not None:
             watch.report_unreachable()
 
@@ -73,13 +73,14 @@ class Monitor:
 
         Cheap and safe to call for every failed request.
         """
-        watch = self._watches.get(worker.id)
+        watch = self._watches.get(worker.server.id)
         if watch is not None:
             watch.report_failure()
 
     def _changed(self, worker: Worker, change: Change) -> None:
         if change is Change.ADDED:
-            self._watch(worker)
+            if worker.server is worker:  # further ranks of a server need no looks of their own
+                self._watch(worker)
         elif worker.status is Status.DRAINING:
             self._forget(worker.id)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.workers.kv_config import KvConfig, KvConfigError, kv_config
+from extproc.workers.ranks import MOST_RANKS
 from extproc.workers.spec import HealthOverrides, WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
 
@@ -21,7 +22,6 @@ _NOT_YET = frozenset(
         "kv_block_size",
         "dp_base_url",
         "dp_rank",
-        "dp_size",
         "http_pool",
         "resilience",
         "overload",
@@ -91,6 +91,7 @@ class _Body(_Strict):
     kv_engine_id: _Text | None = None
     # Ours: the value of the engine's --kv-transfer-config, as an object or as text.
     kv_transfer_config: dict[str, Any] | str | None = None
+    dp_size: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None  # the label of this name
     max_connection_attempts: _Positive | None = None
     health: _Health = Field(default_factory=_Health)
 
@@ -139,7 +140,7 @@ def _spec(body: _Body) -> WorkerSpec:
         api_key=body.api_key,
         priority=body.priority,
         cost=body.cost,
-        labels=body.labels,
+        labels=body.labels if body.dp_size is None else {**body.labels, "dp_size": str(body.dp_size)},
         runtime=None if body.runtime_type == "unspecified" else body.runtime_type,
         kv=kv,
         engine_id_named=bool(said.engine_id),

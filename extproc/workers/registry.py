@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from extproc.workers import ranks
 from extproc.workers.addresses import Addresses
 from extproc.workers.identity import new_worker_id
 from extproc.workers.kv_engines import of_registration
@@ -65,12 +66,20 @@ class Registry:
     """See the module. ``publish`` tells Envoy of endpoints and returns once Envoy has acknowledged them.
 
     ``drain_limit`` (seconds) bounds the wait for requests under way when a worker is removed or moves;
-    ``drain_poll`` is how often their number is looked at.
+    ``drain_poll`` is how often their number is looked at. ``dp_aware``: a server with several data-parallel ranks has
+    an entry for each (:mod:`extproc.workers.ranks`). Whatever is told of one of them holds for all.
     """
 
     def __init__(
-        self, publish: Publish, *, drain_limit: float = 180.0, drain_poll: float = 0.1, publish_retry: float = 5.0
+        self,
+        publish: Publish,
+        *,
+        drain_limit: float = 180.0,
+        drain_poll: float = 0.1,
+        publish_retry: float = 5.0,
+        dp_aware: bool = False,
     ) -> None:
+        self.dp_aware = dp_aware
         self._records: dict[str, _Record] = {}
         self._by_url: dict[tuple[str, Role], _Record] = {}
         self._indexes: dict[Role, _Index] = {}
@@ -151,6 +160,8 @@ class Registry:
     def add(self, spec: WorkerSpec) -> Worker:
         """Register a worker; it is PENDING until it has been found healthy.
 
+        It stands for the whole server until that has said that it has several ranks, and for the first of them then.
+
         The id belongs to URL and role for as long as the worker is registered, however often it fails meanwhile. One
         that is being removed is in nobody's way: the new worker is used while the requests of the former one end.
         Raises WorkerExistsError.
@@ -184,16 +195,18 @@ class Registry:
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """Give the worker no more requests, let those under way end, then forget it. Repeating it changes nothing."""
-        record = self._records.get(worker.id)
-        if record is None or worker.status is Status.DRAINING:
+        """Give the worker no more requests, let those under way end, then forget it. Repeating it changes nothing.
+
+        A rank goes with all others of its server.
+        """
+        if worker.id not in self._records or worker.status is Status.DRAINING:
             return
-        del self._by_url[str(worker.url), worker.role]
-        self._addresses.retire(worker)
-        self._set_status(record, Status.DRAINING, "being removed")
-        task = asyncio.get_running_loop().create_task(self._drain(worker), name=f"drain-{worker.id}")
-        self._draining.add(task)
-        task.add_done_callback(self._draining.discard)
+        server = worker.server
+        del self._by_url[server.base_url, server.role]
+        self._addresses.retire(server)
+        for record in self._entries(server):
+            self._set_status(record, Status.DRAINING, "being removed")
+        self._start_draining(self._drain(server), server)
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Call ``callback`` at every change, at once and synchronously. Returns what ends the subscription."""
@@ -213,17 +226,25 @@ class Registry:
 
     def set_status(self, worker: Worker, status: Status, reason: str = "") -> None:
         """Set a worker's state and what is wrong with it. A worker that is draining or gone stays so."""
-        record = self._records.get(worker.id)
-        if record is not None and worker.status is not Status.DRAINING:
-            self._set_status(record, status, reason)
+        if worker.status is not Status.DRAINING:
+            for record in self._entries(worker):
+                self._set_status(record, status, reason)
 
     def describe(self, worker: Worker, found: Metadata) -> None:
-        """Take over what the worker said of itself, where the registration does not say otherwise."""
-        record = self._records.get(worker.id)
-        if record is None:
-            return
-        spec = record.spec
+        """Take over what the worker said of itself, where the registration does not say otherwise.
+
+        Its ranks are as many then as the server says, in doubt against the registration.
+        """
+        for record in self._entries(worker):
+            self._describe(record, found)
+        if self.dp_aware and worker.id in self._records:
+            self._set_ranks(worker, ranks.count(worker, found))
+
+    def _describe(self, record: _Record, found: Metadata) -> None:
+        worker, spec = record.worker, record.spec
         worker.labels = {**found.labels, **spec.labels}
+        if self.dp_aware and found.dp_size is not None:
+            worker.labels["dp_size"] = str(found.dp_size)
         worker.runtime = spec.runtime or found.runtime or worker.runtime
         worker.takes_token_ids = found.takes_token_ids
         worker.listed = found.listed
@@ -236,10 +257,14 @@ class Registry:
         self._tell(worker, Change.IDENTITY)
 
     def set_engines(self, worker: Worker, engines: tuple[KvEngine, ...]) -> None:
-        """Say which engine cores a decode must be told of."""
-        if worker.id in self._records and worker.kv_engines != engines:
-            worker.kv_engines = engines
-            self._tell(worker, Change.IDENTITY)
+        """Say which engine cores a decode must be told of: one of each rank."""
+        if self.dp_aware and len(engines) > 1 and not worker.ranks and worker.id in self._records:
+            self._set_ranks(worker, engines[-1].rank + 1)
+        for record in self._entries(worker):
+            own = ranks.engines_of(record.worker, engines)
+            if record.worker.kv_engines != own:
+                record.worker.kv_engines = own
+                self._tell(record.worker, Change.IDENTITY)
 
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
@@ -247,10 +272,37 @@ class Registry:
         Raises EndpointTakenError when another worker of the role is there; this worker is then nowhere.
         """
         registered = worker.id in self._records and worker.status is not Status.DRAINING
+        worker = worker.server
         if registered and worker.role in (Role.PREFILL, Role.DECODE):
             self._addresses.place(worker, ip)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _entries(self, worker: Worker) -> list[_Record]:
+        """The records of all entries of a server; none when it is gone."""
+        if worker.id not in self._records:
+            return []
+        return [self._records[entry.id] for entry in ranks.entries(worker)]
+
+    def _set_ranks(self, worker: Worker, size: int) -> None:
+        """Have ``size`` entries for a server: new ones are in the state of the first, those that are left over end."""
+        former = ranks.entries(worker)
+        if size == len(former):
+            return
+        first = self._records[former[0].id]
+        new = [ranks.another(first.worker) for _ in range(size - len(former))]
+        _logger.info("worker ranks", extra=_named(first.worker) | {"were": len(former), "ranks": size})
+        for entry in former[size:]:
+            entry.ranks = ()
+        ranks.form([*former[:size], *new])
+        for entry in former[:size]:
+            self._tell(entry, Change.IDENTITY)
+        for entry in new:
+            self._records[entry.id] = _Record(entry, first.spec, changed=time.time(), joined=first.joined)
+            self._tell(entry, Change.ADDED)
+        for entry in former[size:]:
+            self._set_status(self._records[entry.id], Status.DRAINING, "the server has no such rank any more")
+            self._start_draining(self._drain_rank(entry), entry)
 
     def _known(self) -> dict[str, None]:
         if self._models is None:
@@ -297,26 +349,40 @@ class Registry:
                 _logger.exception("a subscriber of the worker registry failed")
 
     def _moved(self, worker: Worker) -> None:
-        self._tell(worker, Change.ENDPOINT)
+        for entry in ranks.entries(worker):
+            entry.endpoint = worker.endpoint
+            self._tell(entry, Change.ENDPOINT)
 
-    async def _drain(self, worker: Worker) -> None:
+    def _start_draining(self, draining: Coroutine[None, None, None], worker: Worker) -> None:
+        task = asyncio.get_running_loop().create_task(draining, name=f"drain-{worker.id}")
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+    async def _drain(self, server: Worker) -> None:
+        await self._until_idle(server)
+        await self._addresses.forget(server)
+        for entry in ranks.entries(server):
+            self._forget(entry)
+
+    async def _drain_rank(self, worker: Worker) -> None:
         await self._until_idle(worker)
-        await self._addresses.forget(worker)
+        self._forget(worker)
+
+    def _forget(self, worker: Worker) -> None:
+        worker.endpoint = None
         del self._records[worker.id]
         _logger.info("worker removed", extra=_named(worker))
         self._tell(worker, Change.REMOVED)
 
     async def _until_idle(self, worker: Worker) -> None:
         deadline = time.monotonic() + self._drain_limit
-        while worker.load > 0:
+        while load := sum(entry.load for entry in ranks.entries(worker)):
             if time.monotonic() >= deadline:
-                _logger.warning(
-                    "waited long enough for a worker's requests", extra=_named(worker) | {"load": worker.load}
-                )
+                _logger.warning("waited long enough for a worker's requests", extra=_named(worker) | {"load": load})
                 return
             await asyncio.sleep(self._drain_poll)
 
 
 def _named(worker: Worker) -> dict[str, object]:
     """A worker in a log line."""
-    return {"worker": str(worker.url), "role": worker.role.value, "worker_id": worker.id}
+    return {"worker": worker.name, "role": worker.role.value, "worker_id": worker.id}

@@ -7,15 +7,18 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 
-from extproc.workers import bootstrap, connectors, token_ids
+from extproc.workers import bootstrap, connectors, ranks, token_ids
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
 from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
 from extproc.workers.mooncake_refresh import MooncakeRefresh
+from extproc.workers.rank_count import rank_count
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.worker import Role, Status, Worker
@@ -25,7 +28,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Tells the registry where one worker is, how it is and what it is. ``gate`` bounds looks under way at once."""
+    """Tells the registry where one server is, how it is and what it is. ``gate`` bounds looks under way at once.
+
+    Args:
+        worker: the server's entry; of several ranks the first one's.
+    """
 
     def __init__(
         self,
@@ -125,7 +132,7 @@ class Watch:
     async def _look(self) -> None:
         async with self._gate:
             self._reported = False
-            if self._doubted:
+            if self._doubted or self._is_to_be_asked_again():
                 self._doubted = False
                 self._forget()
             reason = await self._examine()
@@ -182,13 +189,24 @@ class Watch:
             self._identity_trouble = f"cannot learn what it serves: {error}"
             return
         check_kind(self._worker.role, self._spec.kv.connector, found)
-        found = await self._with_token_reuse(found)
+        found = await self._with_ranks(await self._with_token_reuse(found))
         self._identified = True
         self._settled = False
         self._identified_at = time.monotonic()
         self._identity_tries = 0
         self._registry.describe(self._worker, found)
-        self._identity_trouble = self._contradiction(found)
+        rank_doubt = ranks.doubt(self._spec, found) if self._registry.dp_aware else ""
+        self._identity_trouble = "; ".join(filter(None, (self._contradiction(found), rank_doubt)))
+
+    def _is_to_be_asked_again(self) -> bool:
+        """After a restart that nobody noticed a server may have more ranks; fewer show by a refusal."""
+        return self._registry.dp_aware and time.monotonic() - self._identified_at >= self._pace.ranks
+
+    async def _with_ranks(self, found: Metadata) -> Metadata:
+        models = self._spec.model_ids or found.model_ids
+        if not (self._registry.dp_aware and found.runtime == "vllm" and models):
+            return found
+        return replace(found, dp_size=await rank_count(self._post, models[0]))
 
     async def _with_token_reuse(self, found: Metadata) -> Metadata:
         asked = self._token_reuse and self._worker.role is Role.DECODE and found.runtime == "vllm"
@@ -211,7 +229,8 @@ class Watch:
         if self._settled and not found.settled:  # what is known holds until asking again has failed too
             self._settled = False
             return
-        self._settled, self._bootstrap_trouble = found.settled, found.trouble
+        unpinned = "" if self._registry.dp_aware else bootstrap.unpinned(found.engines)
+        self._settled, self._bootstrap_trouble = found.settled, "; ".join(filter(None, (found.trouble, unpinned)))
         if self._identified and self._settled:
             self._identity_tries = 0
         await self._refresh.found(self._worker, found.addresses)
@@ -236,10 +255,11 @@ class Watch:
             raise UnreachableError("address not known")
         return await self._client.get(self._worker, path, within=self._settings.timeout, ip=self._ip)
 
-    async def _post(self, path: str, body: object) -> Answer:
+    async def _post(self, path: str, body: object, headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
         if self._ip is None:
             raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=self._settings.timeout, ip=self._ip)
+        within = self._settings.timeout
+        return await self._client.post(self._worker, path, body, within=within, ip=self._ip, headers=headers)
 
     def _pause(self) -> float:
         """Seconds until the next look."""
