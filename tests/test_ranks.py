@@ -156,6 +156,18 @@ def test_a_list_is_of_one_key():
         assert len(decodes) == (2 if decodes[0].api_key == "a" else 1)
 
 
+def test_a_list_is_of_one_kind():
+    servers = [ranks(D, port, 2, model_ids=(model,)) for port, model in ((11, "a"), (12, "b"), (13, "a"))]
+    servers.append(ranks(D, 14, 2, model_ids=("a",), labels={"pairing_protocol": "ours"}))
+    decodes = [entry for server in servers for entry in server]
+    place = placer(worker(P, 1, model_ids=("a", "b")), *decodes)
+    for model in (None, "a"):
+        for _ in range(12):
+            (first, *others) = place.pair(model).decodes
+            assert all((w.model_ids, w.pairing) == (first.model_ids, first.pairing) for w in others)
+            assert len(others) == (first.model_ids == ("a",) and not first.labels)
+
+
 def test_prefills_and_those_who_take_over_likewise():
     servers = [ranks(P, port, 2) for port in (1, 2, 3)]
     entries = [entry for server in servers for entry in server]

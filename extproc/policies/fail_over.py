@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from extproc.workers.worker import Worker
+from extproc.workers.worker import Pairing, Worker
 
-_REMEMBERED: Final = 64  # sets of workers; a fleet has a few per model
+_REMEMBERED: Final = 32  # sets of workers; a fleet has two per model
+_Kind = tuple[int, str | None, Pairing, tuple[str, ...]]  # rank, API key, what must fit a prefill, models
 
 
 class FailOver:
@@ -27,8 +28,11 @@ class FailOver:
     def order(self, ranked: Sequence[Worker], candidates: Sequence[Worker]) -> Sequence[Worker]:
         """The first of ``ranked``, and who may follow it.
 
-        Without ranks that are others of ``ranked``. With ranks those may all be of one server: then any of
+        Without ranks that are others of ``ranked``. With ranks those may all be of one server: then any of its kind of
         ``candidates``, in their order from the first one on, so that not all ranks fail over to the same server.
+
+        Args:
+            candidates: has ``ranked`` among it. Best the fleet's own tuple, of which the lists are remembered.
         """
         first = ranked[0]
         if first.dp_rank is not None:
@@ -48,10 +52,11 @@ class FailOver:
         return known[1]
 
     def _lists(self, candidates: Sequence[Worker]) -> dict[Worker, Sequence[Worker]]:
-        alike: dict[tuple[int, str | None], list[Worker]] = {}  # a server has one entry of each rank
+        alike: dict[_Kind, list[Worker]] = {}  # a server has one entry of each rank
         for worker in candidates:
             if worker.dp_rank is not None:
-                alike.setdefault((worker.dp_rank, worker.api_key), []).append(worker)
+                kind = worker.dp_rank, worker.api_key, worker.pairing, worker.model_ids
+                alike.setdefault(kind, []).append(worker)
         return {
             worker: (*workers[place:], *workers[:place])[: self._limit]
             for workers in alike.values()

@@ -72,7 +72,8 @@ class Placer:
             partners = tuple(decode for decode in decodes if _partners(prefill, decode, any_model=any_model))
             if partners:
                 same = decodes if len(partners) == len(decodes) else partners
-                return Pair(prefill, self._in_order(self._decode, same))
+                ranked = self._decode.rank(same, CANDIDATES)
+                return Pair(prefill, self._fail_over.order(ranked, decodes))
         raise _incompatible(prefills, decodes)
 
     def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
@@ -139,7 +140,7 @@ class Placer:
             raise self._nobody(model, Role.PREFILL)
         if like is not None:
             others = tuple(w for w in prefills if w.pairing == like.pairing and w is not like)
-            return self._fail_over.order((like, *others[: CANDIDATES - 1]), (like, *others))
+            return self._fail_over.order((like, *others[: CANDIDATES - 1]), prefills)
         return self._in_order(self._prefill, prefills)
 
     def _in_order(self, policy: Policy, candidates: Sequence[Worker]) -> Sequence[Worker]:
