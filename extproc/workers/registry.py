@@ -287,7 +287,7 @@ class Registry:
     def _set_ranks(self, worker: Worker, size: int) -> None:
         """Have ``size`` entries for a server: new ones are in the state of the first, those that are left over end."""
         former = ranks.entries(worker)
-        if size == len(former):
+        if size == len(former) or worker.status is Status.DRAINING:
             return
         first = self._records[former[0].id]
         new = [ranks.another(first.worker) for _ in range(size - len(former))]
