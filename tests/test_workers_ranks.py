@@ -262,6 +262,15 @@ class TestEngines:
         registry.set_engines(worker, (KvEngine(0, "b_dp0"), KvEngine(1, "b_dp1")))
         assert [entry.kv_engines for entry in registry] == [(KvEngine(0, "b_dp0"),), (KvEngine(1, "b_dp1"),)]
 
+    @pytest.mark.parametrize(("last", "said"), [(1_000_000, None), (1, 1)])
+    async def test_no_ranks_are_made_of_nonsense_or_against_the_servers_word(
+        self, registry: Registry, last: int, said: int | None
+    ) -> None:
+        worker = self.add(registry)
+        registry.describe(worker, Metadata(runtime="vllm", dp_size=said))
+        registry.set_engines(worker, (KvEngine(0, "a"), KvEngine(last, "b")))
+        assert (len(registry), len(worker.kv_engines)) == (1, 2)
+
     async def test_a_rank_that_is_new_has_none_until_it_is_told(self, registry: Registry) -> None:
         worker = self.add(registry, "e", dp_size="2")
         registry.describe(worker, Metadata(runtime="vllm", dp_size=3))

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from extproc.workers.identity import new_worker_id
 from extproc.workers.kv_engines import dp_size
 from extproc.workers.metadata import Metadata
 from extproc.workers.spec import WorkerSpec
@@ -54,17 +52,18 @@ def count(worker: Worker, found: Metadata) -> int:
     return max(1, said)
 
 
+def count_of(engines: Sequence[KvEngine], found: Metadata | None) -> int:
+    """How many entries there should be for a server with these engine cores, where it did not say how many itself."""
+    said = engines[-1].rank + 1
+    return 1 if said > MOST_RANKS or (found is not None and found.dp_size is not None) else said
+
+
 def doubt(spec: WorkerSpec, found: Metadata) -> str:
     """What should be said of the ranks of a server, if anything."""
     said = spec.labels.get("dp_size")
     if said is None or found.dp_size is None or said == str(found.dp_size):
         return ""
     return f"registered with dp_size {said}, but the server says {found.dp_size}"
-
-
-def another(first: Worker) -> Worker:
-    """A new entry for a server that ``first`` stands for; not yet for any rank."""
-    return replace(first, id=new_worker_id(), labels=dict(first.labels), kv_engines=(), load=0, ranks=())
 
 
 def form(entries: Sequence[Worker]) -> None:

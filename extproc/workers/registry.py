@@ -52,6 +52,7 @@ class _Record:
     spec: WorkerSpec
     changed: float = 0.0  # time.time() of the last change of status
     joined: bool = False  # it has been READY
+    found: Metadata | None = None  # what it last said of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +170,7 @@ class Registry:
         key = (str(spec.url), spec.role)
         if key in self._by_url:
             raise WorkerExistsError(self._by_url[key].worker)
-        worker = Worker(
-            id=new_worker_id(),
-            url=spec.url,
-            role=spec.role,
-            model_ids=spec.model_ids,
-            bootstrap_port=spec.bootstrap_port,
-            api_key=spec.api_key,
-            priority=spec.priority,
-            cost=spec.cost,
-            labels=dict(spec.labels),
-            cards=spec.cards,
-            kv_connector=spec.kv.connector,
-            kv_role=spec.kv.role,
-        )
-        # Only vLLM has connectors.
-        worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
-        worker.update_pairing()
+        worker = _registered(spec)
         if spec.role is Role.PREFILL and spec.kv.connector == MOONCAKE:
             worker.kv_engines = of_registration(spec.kv.engine_id, spec.labels)
         record = _Record(worker, spec, changed=time.time())
@@ -237,11 +222,12 @@ class Registry:
         """
         for record in self._entries(worker):
             self._describe(record, found)
+            self._tell(record.worker, Change.IDENTITY)
         if self.dp_aware and worker.id in self._records:
             self._set_ranks(worker, ranks.count(worker, found))
 
     def _describe(self, record: _Record, found: Metadata) -> None:
-        worker, spec = record.worker, record.spec
+        worker, spec, record.found = record.worker, record.spec, found
         worker.labels = {**found.labels, **spec.labels}
         if self.dp_aware and found.dp_size is not None:
             worker.labels["dp_size"] = str(found.dp_size)
@@ -254,12 +240,12 @@ class Registry:
         if worker.role is Role.PREFILL and spec.bootstrap_port is None:
             worker.bootstrap_port = found.bootstrap_port
         worker.update_pairing()
-        self._tell(worker, Change.IDENTITY)
 
     def set_engines(self, worker: Worker, engines: tuple[KvEngine, ...]) -> None:
         """Say which engine cores a decode must be told of: one of each rank."""
-        if self.dp_aware and len(engines) > 1 and not worker.ranks and worker.id in self._records:
-            self._set_ranks(worker, engines[-1].rank + 1)
+        record = self._records.get(worker.id)
+        if self.dp_aware and record is not None and not worker.ranks and engines:
+            self._set_ranks(worker, ranks.count_of(engines, record.found))
         for record in self._entries(worker):
             own = ranks.engines_of(record.worker, engines)
             if record.worker.kv_engines != own:
@@ -290,19 +276,28 @@ class Registry:
         if size == len(former) or worker.status is Status.DRAINING:
             return
         first = self._records[former[0].id]
-        new = [ranks.another(first.worker) for _ in range(size - len(former))]
+        new = [self._another(first) for _ in range(size - len(former))]
         _logger.info("worker ranks", extra=_named(first.worker) | {"were": len(former), "ranks": size})
         for entry in former[size:]:
             entry.ranks = ()
-        ranks.form([*former[:size], *new])
+        ranks.form([*former[:size], *(record.worker for record in new)])
         for entry in former[:size]:
             self._tell(entry, Change.IDENTITY)
-        for entry in new:
-            self._records[entry.id] = _Record(entry, first.spec, changed=time.time(), joined=first.joined)
-            self._tell(entry, Change.ADDED)
+        for record in new:
+            self._records[record.worker.id] = record
+            self._tell(record.worker, Change.ADDED)
         for entry in former[size:]:
             self._set_status(self._records[entry.id], Status.DRAINING, "the server has no such rank any more")
             self._start_draining(self._drain_rank(entry), entry)
+
+    def _another(self, first: _Record) -> _Record:
+        """A new entry for the server of ``first``: as registered, and as it says of itself, in the same state."""
+        worker = _registered(first.spec)
+        worker.status, worker.reason, worker.endpoint = first.worker.status, first.worker.reason, first.worker.endpoint
+        record = _Record(worker, first.spec, changed=time.time(), joined=first.joined)
+        if first.found is not None:
+            self._describe(record, first.found)
+        return record
 
     def _known(self) -> dict[str, None]:
         if self._models is None:
@@ -381,6 +376,28 @@ class Registry:
                 _logger.warning("waited long enough for a worker's requests", extra=_named(worker) | {"load": load})
                 return
             await asyncio.sleep(self._drain_poll)
+
+
+def _registered(spec: WorkerSpec) -> Worker:
+    """A worker as its registration has it, but for its engine cores."""
+    worker = Worker(
+        id=new_worker_id(),
+        url=spec.url,
+        role=spec.role,
+        model_ids=spec.model_ids,
+        bootstrap_port=spec.bootstrap_port,
+        api_key=spec.api_key,
+        priority=spec.priority,
+        cost=spec.cost,
+        labels=dict(spec.labels),
+        cards=spec.cards,
+        kv_connector=spec.kv.connector,
+        kv_role=spec.kv.role,
+    )
+    # Only vLLM has connectors.
+    worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else worker.runtime)
+    worker.update_pairing()
+    return worker
 
 
 def _named(worker: Worker) -> dict[str, object]:
