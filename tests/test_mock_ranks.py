@@ -42,10 +42,11 @@ def served(mock: SglangMock | VllmMock) -> list[int | None]:
 
 class TestSglang:
     @asynccontextmanager
-    async def pair(self, prefills: int = 4, decodes: int = 3, version: str = "0.5.23") -> AsyncIterator[Any]:
+    async def pair(self, **prefills: Any) -> AsyncIterator[Any]:
+        common = {"version": prefills.get("version", "0.5.23"), "wait_timeout": 0.3}
         async with (
-            SglangMock("prefill", dp_size=prefills, version=version, wait_timeout=0.3) as prefill,
-            SglangMock("decode", dp_size=decodes, version=version, wait_timeout=0.3) as decode,
+            SglangMock("prefill", dp_size=4, **{**common, **prefills}) as prefill,
+            SglangMock("decode", dp_size=3, **common) as decode,
         ):
             yield prefill, decode
 
@@ -76,15 +77,25 @@ class TestSglang:
             assert served(mock)[-1] == 1
 
     async def test_without_a_word_a_prefill_goes_by_the_room_and_so_does_its_decode(self) -> None:
-        async with self.pair() as pair:
+        async with self.pair(dp_attention=True) as pair:
             for room in (4, 5, 6, 7):
                 answers = await self.both(pair, room, {}, {})
                 assert [answer.status for answer in answers] == [200, 200]
             assert served(pair[0]) == [0, 1, 2, 3]
             assert sorted(set(served(pair[1]))) == [0, 1, 2]
 
-    async def test_a_prefill_told_its_rank_only_fails_in_a_room_of_another(self) -> None:
+    async def test_without_dp_attention_rooms_of_other_ranks_than_the_first_fail_then(self) -> None:
+        """Seen on the real one, with two ranks on a CPU; also where the prefill is told its rank, but not as one."""
         async with self.pair() as pair:
+            answers = await self.both(pair, 4, {}, {})
+            assert [answer.status for answer in answers] == [200, 200]
+            for told in ({}, {"routed_dp_rank": 1}):
+                first, second = await self.both(pair, 5, told, {"disagg_prefill_dp_rank": 1})
+                assert (first.status, second.status) == (500, 500)
+                assert "follow_bootstrap_room conflict: dispatched to dp_rank 0" in first.body.decode()
+
+    async def test_a_prefill_told_its_rank_only_fails_in_a_room_of_another(self) -> None:
+        async with self.pair(dp_attention=True) as pair:
             first, second = await self.both(pair, 4, {"routed_dp_rank": 2}, {"disagg_prefill_dp_rank": 2})
             assert first.status == 500
             assert "follow_bootstrap_room conflict" in first.body.decode()

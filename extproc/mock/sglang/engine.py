@@ -85,13 +85,27 @@ class Patience:
 
 
 class Engine(engine.Engine[Sequence]):
-    """One engine process, of ``dp_size`` data-parallel ranks; ``one_field``: it is older than 0.5.10."""
+    """One engine process, of ``dp_size`` data-parallel ranks.
 
-    def __init__(self, mode: Mode, patience: Patience, dp_size: int = 1, *, one_field: bool = False) -> None:
+    Args:
+        one_field: it is older than 0.5.10.
+        dp_attention: ``--enable-dp-attention``. Without it every rank takes itself for rank 0 when it looks at a room.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        patience: Patience,
+        dp_size: int = 1,
+        *,
+        one_field: bool = False,
+        dp_attention: bool = False,
+    ) -> None:
         super().__init__()
         self.mode = mode
         self.dp_size = dp_size
         self._one_field = one_field
+        self._dp_attention = dp_attention
         self._turn = 0  # of the rank that gets the next request for none
         self.bootstrap = Bootstrap(dp_size)
         self.prefills = Prefills(patience.death, patience.connect)
@@ -219,9 +233,10 @@ class Engine(engine.Engine[Sequence]):
     async def _send_kv(self, sequence: Sequence, number: int, pace: Pace) -> None:
         rank = sequence.rank
         unsaid = not self._one_field and self._source(sequence.room) is None
-        if unsaid and rank != number % self.dp_size:
+        own = rank if self._dp_attention else 0
+        if unsaid and own != number % self.dp_size:
             raise TransferError(
-                f"follow_bootstrap_room conflict: dispatched to dp_rank {rank} but bootstrap_room {number} implies "
+                f"follow_bootstrap_room conflict: dispatched to dp_rank {own} but bootstrap_room {number} implies "
                 f"dp_rank {number % self.dp_size}. Set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 to allow "
                 "mixed routing."
             )

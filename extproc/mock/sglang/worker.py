@@ -34,8 +34,9 @@ class SglangMock(MockWorker):
     ``role`` is ``prefill``, ``decode`` or ``regular`` (an aggregated worker); ``tokens`` the length of an answer that
     nothing limits. Times are in seconds: ``first_token_delay`` is the prefill's work, ``health_delay`` what ``/health``
     takes (1 s on the real engine), ``disconnect_delay`` how long a request works on whose client left before anything
-    was sent (up to 4 s there); ``dp_size`` is the number of data-parallel ranks, for which a ``version`` before 0.5.10
-    knows one field; for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``.
+    was sent (up to 4 s there); ``dp_size`` is the number of data-parallel ranks, with ``dp_attention`` or without, for
+    which a ``version`` before 0.5.10 knows one field; for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see
+    ``Patience``.
     """
 
     inference_paths = frozenset(
@@ -59,6 +60,7 @@ class SglangMock(MockWorker):
         bootstrap_port: int = 0,
         model: str = "tiny",
         dp_size: int = 1,
+        dp_attention: bool = False,
         version: str = VERSION,
         tokens: int = 16,
         first_token_delay: float = 0.0,
@@ -81,7 +83,7 @@ class SglangMock(MockWorker):
         self.version = version
         one_field = tuple(int(part) for part in version.split(".")[:3]) < _TWO_FIELDS
         patience = Patience(death_delay, connect_timeout, wait_timeout)
-        self.engine = Engine(_MODES[role], patience, dp_size, one_field=one_field)
+        self.engine = Engine(_MODES[role], patience, dp_size, one_field=one_field, dp_attention=dp_attention)
         self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens), disconnect_delay)
         self._control = Control(self.engine, self._identity, health_delay)
         self._routes = {
