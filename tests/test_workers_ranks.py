@@ -356,6 +356,22 @@ class TestWatching:
             assert [entry.kv_engines for entry in worker.ranks] == [(KvEngine(0, "e_dp0"),), (KvEngine(1, "e_dp1"),)]
             assert server.count("/query") == 1
 
+    async def test_and_asking_again_changes_nothing(self) -> None:
+        ids = {"0": "e_dp0", "1": "e_dp1"}
+        async with engine(owner="vllm", engine_ids=ids) as server, fleet(FAST, dp_aware=True) as f:
+            worker = f.registry.add(spec(P, server.url, kv=KvConfig(MOONCAKE), bootstrap_port=server.bootstrap_port))
+            await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 2)
+            before, asked = list(f.registry), server.count("/version")
+            f.monitor._watches[worker.id]._identified_at -= 60
+            f.monitor.report_failure(worker.ranks[1])
+            await eventually(lambda: server.count("/version") > asked and server.count("/query") > 1)
+            assert list(f.registry) == before
+            server.engine_ids = {"0": "e_dp0", "1": "e_dp1", "2": "e_dp2"}
+            f.monitor._watches[worker.id]._identified_at -= 60
+            f.monitor.report_failure(worker)
+            await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 3)
+            assert list(f.registry)[:2] == before
+
     async def test_without_dp_aware_several_engine_cores_are_a_warning(self) -> None:
         ids = {"0": "e_dp0", "1": "e_dp1"}
         async with engine(owner="vllm", engine_ids=ids) as server, fleet() as f:

@@ -22,6 +22,7 @@ from extproc.workers.worker import KvEngine, Role, Worker
 
 RANK_HEADER: Final = "x-data-parallel-rank"  # vLLM's; SGLang (0.5.10) reads it too, but not for /generate
 MOST_RANKS: Final = 1024  # of one server; more is taken for nonsense, and the server for one without ranks
+_LABEL: Final = "dp_size"
 _VERSION: Final = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _TWO_FIELDS: Final = (0, 5, 10)  # SGLang pull request 19268
 
@@ -43,24 +44,30 @@ def has_two_fields(version: str) -> bool:
 def count(worker: Worker, found: Metadata) -> int:
     """How many entries there should be for the server of ``worker``, which said ``found`` of itself.
 
-    One where requests could not name a rank: an SGLang decode with one field for two ranks.
+    As many as there are where nobody says. One where requests could not name a rank: an SGLang decode with one field
+    for two ranks.
     """
-    said = dp_size(worker.labels) if found.dp_size is None else found.dp_size
+    said = found.dp_size
+    if said is None:
+        said = dp_size(worker.labels) if _LABEL in worker.labels else worker.dp_size
     one_field = worker.runtime == "sglang" and not has_two_fields(worker.labels.get("version", ""))
     if said > MOST_RANKS or (one_field and worker.role is Role.DECODE):
         return 1
     return max(1, said)
 
 
-def count_of(engines: Sequence[KvEngine], found: Metadata | None) -> int:
-    """How many entries there should be for a server with these engine cores, where it did not say how many itself."""
+def count_of(worker: Worker, engines: Sequence[KvEngine]) -> int:
+    """How many entries there should be for the server of ``worker``, which has these ``engines`` (at least one).
+
+    As many as there are where it, or its registration, has said how many.
+    """
     said = engines[-1].rank + 1
-    return 1 if said > MOST_RANKS or (found is not None and found.dp_size is not None) else said
+    return worker.dp_size if said > MOST_RANKS or _LABEL in worker.labels else said
 
 
 def doubt(spec: WorkerSpec, found: Metadata) -> str:
     """What should be said of the ranks of a server, if anything."""
-    said = spec.labels.get("dp_size")
+    said = spec.labels.get(_LABEL)
     if said is None or found.dp_size is None or said == str(found.dp_size):
         return ""
     return f"registered with dp_size {said}, but the server says {found.dp_size}"

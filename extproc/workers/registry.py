@@ -243,9 +243,8 @@ class Registry:
 
     def set_engines(self, worker: Worker, engines: tuple[KvEngine, ...]) -> None:
         """Say which engine cores a decode must be told of: one of each rank."""
-        record = self._records.get(worker.id)
-        if self.dp_aware and record is not None and not worker.ranks and engines:
-            self._set_ranks(worker, ranks.count_of(engines, record.found))
+        if self.dp_aware and worker.id in self._records and engines:
+            self._set_ranks(worker, ranks.count_of(worker, engines))
         for record in self._entries(worker):
             own = ranks.engines_of(record.worker, engines)
             if record.worker.kv_engines != own:
@@ -281,10 +280,10 @@ class Registry:
         for entry in former[size:]:
             entry.ranks = ()
         ranks.form([*former[:size], *(record.worker for record in new)])
+        self._records |= {record.worker.id: record for record in new}
         for entry in former[:size]:
             self._tell(entry, Change.IDENTITY)
         for record in new:
-            self._records[record.worker.id] = record
             self._tell(record.worker, Change.ADDED)
         for entry in former[size:]:
             self._set_status(self._records[entry.id], Status.DRAINING, "the server has no such rank any more")
