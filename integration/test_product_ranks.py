@@ -273,8 +273,9 @@ def vllm(way: str, **settings: Any) -> VllmProduct:
 
 
 async def ask(product: VllmProduct, path: str = CHAT, **fields: Any) -> Reply:
-    """Ask with a header that would choose a rank, which is not the client's to do."""
-    answer = await product.post(path, {**BODIES[path], **fields}, [("x-data-parallel-rank", "7")])
+    """Ask with headers that would choose a rank, which is not the client's to do."""
+    theirs = [("x-data-parallel-rank", "7"), ("X-Data-Parallel-Rank", "8")]
+    answer = await product.post(path, {**BODIES[path], **fields}, theirs)
     assert answer.status == 200, answer.body
     return answer
 
