@@ -12,7 +12,7 @@ assignment-mode backend balance-abs-threshold balance-rel-threshold balance-toke
 bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
 chat-template
 decode-selector
-disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider dp-aware
+disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider
 dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
 eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs
 job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-annotation kv-index
@@ -40,5 +40,5 @@ POLICIES_NOT_AVAILABLE_YET = frozenset(_POLICIES.split())
 
 
 def not_available(shown_name: str) -> str:
-    """The message for an option under the name its source gives it (``--dp-aware``, ``PD_EXTPROC_DP_AWARE``)."""
+    """The message for an option under the name its source gives it (``--queue-size``, ``PD_EXTPROC_QUEUE_SIZE``)."""
     return f"{shown_name} is an option of smg that is not available yet"

@@ -102,6 +102,7 @@ class Service:
             drain_limit=settings.worker_drain_timeout_secs,
             pairing=settings.pd_pairing_mode,
             breaker=_breaker(settings),
+            dp_aware=settings.dp_aware,
         )
         self._monitor = Monitor(
             self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
@@ -133,6 +134,7 @@ class Service:
             Observers(RequestLog(), request_metrics),
             self._monitor.report_unreachable,
             self._monitor.report_failure,
+            self._monitor.report_doubt,
         )
         request_metrics.watch(self.gateway)
         self._access_logs = AccessLogs(self.gateway.progress.received)

@@ -153,6 +153,8 @@ class Settings(BaseModel):
         Group.WORKERS, "concurrent, or sequential for old engines", "NAME")] = MooncakeDispatch.CONCURRENT
     token_reuse: Annotated[bool, Option(
         Group.WORKERS, "vLLM: decode takes the prefill's token ids, where it can")] = True
+    dp_aware: Annotated[bool, Option(
+        Group.WORKERS, "balance over data-parallel ranks: each is a worker of its own")] = False
     worker_ca_file: Annotated[File | None, Option(
         Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
 

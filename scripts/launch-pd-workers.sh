@@ -315,6 +315,7 @@ show_gateway() {
   if [[ $engine == vllm && $scheme == http ]]; then
     echo "# The gateway (README.md: where pd-extproc is). vLLM's HTTP server does not tell its connector: start without workers, then"
     echo "# register them, and again after every restart of the gateway."
+    ((DP_SIZE == 1)) || launch+=(--dp-aware)
     show "${launch[@]}" --host 0.0.0.0 --port "$GATEWAY_PORT"
     for worker in "${!names[@]}"; do show_registration "$worker"; done
     [[ $KV_BACKEND == nixl ]] ||

@@ -27,9 +27,9 @@ class Answer:
 class Api:
     """A running API, its registry, and a client."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, dp_aware: bool = False, **settings: Any) -> None:
         self.envoy = FakeEnvoy()
-        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
+        self.registry = Registry(self.envoy.publish, drain_poll=0.001, dp_aware=dp_aware)
         self.client = WorkerClient()
         self.monitor = Monitor(self.registry, self.client)
         self.api = ControlApi(self.registry, self.client, "127.0.0.1:0", **settings)

@@ -23,6 +23,7 @@ from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
+from extproc.workers.ranks import form
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker, WorkerUrl
 
 
@@ -31,6 +32,15 @@ def worker(role: Role, port: int, **fields) -> Worker:
     made = Worker(f"{role.value}-{port}", WorkerUrl("http", "127.0.0.1", port), role, **fields)
     made.status = Status.READY
     made.endpoint = f"127.0.0.1:{port}"
+    return made
+
+
+def ranks(role: Role, port: int, size: int, **fields) -> list[Worker]:
+    """The entries of one server's data-parallel ranks."""
+    made = [worker(role, port, **fields) for _ in range(size)]
+    form(made)
+    for entry in made:
+        entry.id = f"{entry.id}@{entry.dp_rank}"
     return made
 
 
@@ -275,6 +285,7 @@ class Rig:
         self.records = Records()
         self.unreachable = []
         self.failing = []
+        self.doubted = []
         placer = Placer(self.fleet, RoundRobinPolicy(), RoundRobinPolicy())
         config = GatewayConfig(**config)
         self.gateway = Gateway(
@@ -286,6 +297,7 @@ class Rig:
             self.records,
             self.unreachable.append,
             self.failing.append,
+            self.doubted.append,
         )
 
     def open(self) -> Client:

@@ -124,6 +124,7 @@ class Engine:
     bootstrap_port: int | None = 0  # None: it says nothing of one
     engine_ids: dict[str, str] = field(default_factory=dict)  # by rank, as the bootstrap server of Mooncake has them
     knows_token_ids: bool = True  # that a chat's kv_transfer_params may hold them
+    ranks: int | None = None  # of vLLM; None: it does not read the header
     hang_posts: bool = False
     refusal: int = 400  # of a completion that asks for too little
     starts: int = 0  # its workers listen at another address after each
@@ -233,6 +234,9 @@ class Engine:
         self.posts.append((request.path, body))
         if self.hang_posts:
             await asyncio.Event().wait()
+        wanted = request.headers.get("x-data-parallel-rank")
+        if self.ranks is not None and wanted is not None and int(wanted) >= self.ranks:
+            return _refusal(f"data_parallel_rank {wanted} is out of range [0, {self.ranks}).", None)
         if self.owner == "vllm" and request.path == "/v1/completions" and body["max_tokens"] < 1:
             return _refusal(f"max_tokens must be at least 1, got {body['max_tokens']}.", "max_tokens", self.refusal)
         if self.owner != "vllm" or request.path != "/v1/chat/completions":
@@ -253,7 +257,7 @@ class Engine:
         return info
 
 
-def _refusal(message: str, param: str, status: int = 400) -> web.Response:
+def _refusal(message: str, param: str | None, status: int = 400) -> web.Response:
     """An error as vLLM shows it."""
     error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
     return web.json_response({"error": error}, status=status)
@@ -273,11 +277,13 @@ async def engine(**settings: Any) -> AsyncIterator[Engine]:
 class Fleet:
     """A registry, its monitor and a name server."""
 
-    def __init__(self, settings: HealthSettings, pace: Pace = PACE, *, token_reuse: bool = True) -> None:
+    def __init__(
+        self, settings: HealthSettings, pace: Pace = PACE, *, token_reuse: bool = True, dp_aware: bool = False
+    ) -> None:
         self.names: dict[str, Sequence[str]] = {}
         self.looked_up = 0
         self.envoy = FakeEnvoy()
-        self.registry = Registry(self.envoy.publish, drain_poll=0.001)
+        self.registry = Registry(self.envoy.publish, drain_poll=0.001, dp_aware=dp_aware)
         self.client = WorkerClient()
         self.monitor = Monitor(
             self.registry,
@@ -304,10 +310,10 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    settings: HealthSettings = SLOW, pace: Pace = PACE, *, token_reuse: bool = True
+    settings: HealthSettings = SLOW, pace: Pace = PACE, *, token_reuse: bool = True, dp_aware: bool = False
 ) -> AsyncIterator[Fleet]:
     """A running :class:`Fleet`; afterwards nothing of it may be left."""
-    made = Fleet(settings, pace, token_reuse=token_reuse)
+    made = Fleet(settings, pace, token_reuse=token_reuse, dp_aware=dp_aware)
     made.monitor.start()
     try:
         yield made

@@ -50,12 +50,16 @@ def test_both_legs_leave_in_one_step_under_one_transfer(rig):
     assert [w.load for w in rig.workers] == [1, 0, 1, 0]
 
 
-def test_of_several_engine_cores_the_prefill_is_pinned_to_the_one_that_the_decode_is_told(rig):
+def test_of_several_engine_cores_none_is_chosen_and_the_decode_is_alone(rig):
     rig.workers[0].kv_engines = (KvEngine(0, "e_dp0"), KvEngine(1, "e_dp1"))
     client = rig.post(PATH, CHAT, headers=[("x-data-parallel-rank", "7")])
-    body, _, _ = released(client)
-    ranks = [value for name, value in rig.egress.out[0].headers if name == b"x-data-parallel-rank"]
-    assert [f"e_dp{int(rank)}" for rank in ranks] == [json.loads(body)["kv_transfer_params"]["remote_engine_id"]]
+    body, headers, _ = released(client)
+    assert json.loads(body) == CHAT
+    assert "x-data-parallel-rank" not in headers
+    assert rig.egress.legs == []
+    client.close()
+    (record,) = rig.records
+    assert "--dp-aware" in record.note
 
 
 def test_without_an_engine_id_the_decode_is_alone_and_that_is_said(rig):

@@ -249,6 +249,8 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
             LEAST | {"models": [{"id": "m", "x": orjson.loads("[" * 70 + "]" * 70)}]},
             "Invalid JSON data: nested deeper than 64",
         ),
+        (LEAST | {"dp_base_url": "http://a"}, "`dp_base_url` is refused: ranks are not registered one by one"),
+        (LEAST | {"dp_size": 1025}, "Invalid JSON data: dp_size: "),
     ],
 )
 def test_errors_name_the_field(body: bytes | dict[str, Any], message: str) -> None:

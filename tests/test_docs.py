@@ -35,15 +35,18 @@ from extproc.handoff import sglang, vllm
 from extproc.handoff.mooncake import MooncakeHandoff
 from extproc.handoff.nixl import NixlHandoff
 from extproc.handoff.one_token import one_token
+from extproc.handoff.sglang import SglangHandoff
 from extproc.handoff.table import Handoffs
 from extproc.observe import RequestLog, RequestMetrics
 from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
 from extproc.settings import Settings
 from extproc.workers import load_poll
+from extproc.workers.health_state import Pace
 from extproc.workers.kv_config import KvConfig, kv_config
 from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairing_key import Pairing
+from extproc.workers.ranks import MOST_RANKS, form
 from extproc.workers.registry import Registry
 from extproc.workers.topology import NOWHERE, place_of
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Worker, WorkerUrl
@@ -58,6 +61,13 @@ GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
 # Options named that are not ours: the engines', the peer's, and those of other programs of ours.
 OTHERS_OPTIONS = {
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
+    *(
+        "--data-parallel-size",
+        "--data-parallel-hybrid-lb",
+        "--dp-size",
+        "--enable-dp-attention",
+        "--load-balance-method",
+    ),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
@@ -113,12 +123,14 @@ def test_times_and_limits_are_the_codes():
     assert f"counts for {load_poll.STALE} intervals" in timeouts
     assert f"a fleet of more than {load_poll.MOST_PER_SECOND * load_poll.INTERVAL:g} more slowly" in timeouts
     assert f"asked every {load_poll.SILENT} intervals" in section("Load")
+    assert f"data-parallel ranks it has (`--dp-aware`) {Pace().ranks:g} s" in timeouts
     limits = "\n".join(" ".join(row) for row in rows("Limits"))
     assert f"about load {load_poll.MOST_PER_SECOND} a second, {load_poll.CONCURRENCY} at once" in limits
     assert f"an answer to one {load_poll.LARGEST >> 20} MiB" in limits
     assert f"(`n`) {MAX_SAMPLES} " in limits
     assert f"for one request {CANDIDATES} " in limits
     assert f"prompts of one request {MAX_PROMPTS} " in limits
+    assert f"ranks of a server (`--dp-aware`) {MOST_RANKS} " in limits
 
 
 def test_defaults_named_are_the_settings():
@@ -259,12 +271,38 @@ def test_what_the_legs_are_told():
     assert f"(`{'`, `'.join(vllm.FETCHED)}`)" in VLLM.replace("\n", " ")
 
 
+def test_what_the_legs_are_told_of_ranks():
+    table = {row[0]: row[1:] for row in cells(section("Data-parallel ranks"))}
+
+    def told(version):
+        labels = {"version": version}
+        prefill = [Worker("p", WorkerUrl("http", "p", 1), Role.PREFILL, labels=labels) for _ in range(2)]
+        decode = [Worker("d", WorkerUrl("http", "d", 1), Role.DECODE, labels=labels) for _ in range(2)]
+        form(prefill)
+        form(decode)
+        request = InferenceRequest.read(APIS["/v1/completions"], b'{"prompt": "x"}')
+        plan = SglangHandoff().plan(request, prefill[1], decode=decode[0])
+        of_ranks = [
+            {name: value for name, value in json.loads(body).items() if name.endswith("dp_rank") or "parallel" in name}
+            for body in (plan.prefill, plan.decode)
+        ]
+        return [", ".join(f"`{name}` {'dp'[value]}" for name, value in fields.items()) for fields in of_ranks]
+
+    assert table["SGLang from 0.5.10, or of a version that cannot be read"] == told("0.5.10") == told("")
+    before = told("0.5.9")
+    assert table["SGLang before"][0] == before[0]
+    assert (table["SGLang before"][1].split(":")[0], before[1]) == ("nothing", "")
+
+
 def test_what_is_said_of_a_cache_that_was_not_handed_over():
     for note in (NO_PARAMS, WAIVED):
         assert note in VLLM
     request = InferenceRequest.read(APIS["/v1/completions"], b'{"prompt": "x"}')
     alone = MooncakeHandoff().alone(request, Worker("p", WorkerUrl("http", "p", 1), Role.PREFILL, runtime="vllm"))
     assert alone.why in VLLM
+    cores = (KvEngine(0, "e_dp0"), KvEngine(1, "e_dp1"))
+    several = Worker("p", WorkerUrl("http", "p", 1), Role.PREFILL, runtime="vllm", kv_engines=cores)
+    assert MooncakeHandoff().alone(request, several).why in VLLM
 
 
 def source(name):
@@ -275,6 +313,7 @@ def source(name):
     ("reason", "module"),
     [
         ("no kv_connector registered", "workers/connectors.py"),
+        ("engine cores, and no --dp-aware: the decode recomputes each prompt", "workers/bootstrap.py"),
         ("no engine id: the decode recomputes each prompt", "workers/bootstrap.py"),
         ("its handoff is not supported", "workers/connectors.py"),
         ("whatever the prefill returns is relayed", "workers/connectors.py"),

@@ -184,6 +184,12 @@ def test_mooncake_is_registered_with_the_engine_ids_and_ports_that_it_is_started
     assert not any("VLLM_MOONCAKE_BOOTSTRAP_PORT" in worker.environment for worker in made.workers[2:])
 
 
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_the_gateway_balances_over_ranks_where_there_are_several(backend: str, ranks: str) -> None:
+    assert plan("vllm", "m", KV_BACKEND=backend, DP_SIZE=ranks).settings.dp_aware is (ranks == "2")
+
+
 def test_the_ranks_of_a_mooncake_worker_are_registered() -> None:
     made = plan("vllm", "m", KV_BACKEND="mooncake", DP_SIZE="2")
     assert [spec.labels for spec in made.specs] == [{"dp_size": "2"}] * 2

@@ -669,10 +669,10 @@ async def test_faults_come_from_the_shared_machinery(pair: Pair, dial: Dial) -> 
 
 async def test_the_record_tells_the_rank_and_the_kv(pair: Pair) -> None:
     body = REQUESTS[CHAT] | {"kv_transfer_params": await pair.params()}
-    await ask(pair.decode, CHAT, body, headers={"X-data-parallel-rank": "1"})
-    assert pair.decode.legs[-1].header("x-data-parallel-rank") == "1"
+    await ask(pair.decode, CHAT, body, headers={"X-data-parallel-rank": "0"})
+    assert pair.decode.legs[-1].header("x-data-parallel-rank") == "0"
     recorded = (await ask(pair.decode, "/_mock/requests")).json
-    assert [entry["kv"] for entry in recorded] == ["transferred"]
+    assert [(entry["rank"], entry["kv"]) for entry in recorded] == [(0, "transferred")]
 
 
 async def test_many_at_once(pair: Pair) -> None:

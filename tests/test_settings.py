@@ -148,6 +148,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "token_reuse": ("false", "false", False),
     "pd_pairing_mode": ("strict", "strict", PairingMode.STRICT),
     "model_alias": ("a=m; b=x=y", "{a: m, b: 'x=y'}", (ModelAlias("a", "m"), ModelAlias("b", "x=y"))),
+    "dp_aware": ("true", "true", True),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
@@ -543,7 +544,7 @@ def test_an_alias_may_be_given_twice_alike() -> None:
     assert dict(load({"model_alias": ["a=m", "a=m"]}).model_alias) == {"a": "m"}
 
 
-@pytest.mark.parametrize("option", ["dp-aware", "service-discovery", "queue-size"])
+@pytest.mark.parametrize("option", ["dp-minimum-tokens-scheduler", "service-discovery", "queue-size"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fakes import worker
+from fakes import ranks, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -245,7 +245,6 @@ def test_mooncakes_legs_share_an_id_and_the_decode_is_told_where():
         "transfer_id": transfer,
     }
     assert json.loads(plan.params) == decode
-    assert plan.prefill_headers == ()
 
 
 def test_every_attempt_has_its_own_transfer():
@@ -269,15 +268,21 @@ def test_bootstrap_addresses(host, port, address):
     assert json.loads(plan.params)["remote_bootstrap_addr"] == address
 
 
-def test_of_several_engine_cores_both_legs_mean_the_same():
-    handoff, prefill = MooncakeHandoff(), core("e_dp0", "e_dp1", "e_dp2")
-    seen = {}
-    for _ in range(100):
-        plan = handoff.plan(read(), prefill)
-        ((name, rank),) = plan.prefill_headers
-        assert name == b"x-data-parallel-rank"
-        seen[int(rank)] = json.loads(plan.params)["remote_engine_id"]
-    assert seen == {0: "e_dp0", 1: "e_dp1", 2: "e_dp2"}
+def test_with_several_engine_cores_the_decode_is_alone():
+    alone = MooncakeHandoff().alone(read(), core("e_dp0", "e_dp1"))
+    assert (alone.role, alone.kv, alone.unknown) == (Role.DECODE, Kv.RECOMPUTED, True)
+    assert "--dp-aware" in alone.why
+
+
+def test_a_response_whose_rank_nobody_can_choose_is_left_to_the_decode():
+    engines = (KvEngine(0, "e_dp0"), KvEngine(1, "e_dp1"))
+    prefill, _ = ranks(Role.PREFILL, 1, 2, runtime="vllm", kv_connector=MOONCAKE, kv_engines=engines)
+    whole = core("e")
+    response = read(RESPONSES, input="Say hi")
+    assert MooncakeHandoff().alone(response, prefill).kv is Kv.RECOMPUTED
+    assert MooncakeHandoff().alone(response, whole) is None
+    assert MooncakeHandoff().alone(read(), prefill) is None
+    assert NIXL_HANDOFF.alone(response, prefill) is None  # the prefill's answer says where its cache is
 
 
 def test_without_an_engine_id_the_decode_is_alone():

@@ -14,6 +14,7 @@ from extproc.workers.registry import Change
 from extproc.workers.worker import MOONCAKE, MOONCAKE_BOOTSTRAP_PORT, NIXL, KvEngine, Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE
+SEVERAL = "2 engine cores, and no --dp-aware: the decode recomputes each prompt"
 # What the data path gives reason for is done at once.
 EAGER = Pace(seek=0.01, confirm=0.005, report=0.0, doubt=0.0)
 
@@ -135,7 +136,8 @@ class TestMooncake:
             await until(f.registry, lambda: worker.usable)
             assert worker.kv_engines == (KvEngine(0, "mine_dp0"), KvEngine(1, "mine_dp1"))
             assert f.registry.trouble(worker) == (
-                f"bootstrap port 127.0.0.1:{server.bootstrap_port} does not answer (GET /query: Connection refused)"
+                f"bootstrap port 127.0.0.1:{server.bootstrap_port} does not answer (GET /query: Connection refused); "
+                f"{SEVERAL}"
             )
 
     @pytest.mark.parametrize("ids", [{"0": "mine"}, {"0": "mine_dp0", "1": "mine_dp1"}])
@@ -144,7 +146,7 @@ class TestMooncake:
             worker = mooncake(f, server, "mine")
             await until(f.registry, lambda: worker.usable)
             assert [engine.id for engine in worker.kv_engines] == list(ids.values())
-            assert f.registry.trouble(worker) == ""
+            assert f.registry.trouble(worker) == ("" if len(ids) == 1 else SEVERAL)
 
     async def test_a_registered_id_that_the_server_contradicts(self, caplog: pytest.LogCaptureFixture) -> None:
         async with engine(owner="vllm", engine_ids={"0": "other"}) as server, fleet() as f:

@@ -106,7 +106,7 @@ class TestUsable:
         assert registry.readiness().ready
         for number in range(100):
             registry.pairs(f"made-up-{number}")
-        assert len(registry._pairs) == 2
+        assert len(registry._index._pairs) == 2
 
     async def test_a_decode_that_compares_nothing_is_paired_across_versions(self, registry: Registry) -> None:
         """As its ``kv_transfer_config`` says, and the other one's does not."""
@@ -173,7 +173,7 @@ class TestUsable:
         await until(registry, lambda: worker.usable)
         for number in range(100):
             registry.usable(P, f"made-up-{number}")
-        assert len(registry._indexes[P].by_model) == 2
+        assert len(registry._index._of_roles[P].by_model) == 2
 
 
 class TestModels:

@@ -87,8 +87,8 @@ class FleetRoutes:
         except ValueError as error:
             return fault(400, "invalid_json", f"The body, which is passed on to the workers, is not one: {error}")
         order = _ORDERS[request.path]
-        # Engines, not entries: one may be registered in several.
-        workers = {worker.name: worker for worker in self._registry if worker.status is not Status.DRAINING}
+        # Engines, not entries: one may have several, for its roles or its data-parallel ranks.
+        workers = {worker.base_url: worker for worker in self._registry if worker.status is not Status.DRAINING}
         gate = asyncio.Semaphore(_AT_ONCE)
         problems = await asyncio.gather(*(self._problem(worker, order, body, gate) for worker in workers.values()))
         failed = [{"worker": name, "error": why} for name, why in zip(workers, problems, strict=True) if why]

@@ -54,7 +54,7 @@ def _entries(worker: Worker) -> list[dict[str, object]]:
     ours: dict[str, object] = {"gateway_reqs": worker.load, "gateway_prompt_tokens": worker.tokens}
     if worker.envoy_active is not None:
         ours["envoy_reqs"] = worker.envoy_active
-    named: dict[str, object] = {"worker": str(worker.url), "worker_type": worker.role.value}
+    named: dict[str, object] = {"worker": worker.name, "worker_type": worker.role.value}
     if load is None:
         return [{**named, "dp_rank": worker.dp_rank or 0, **ours}]
     when = time.time() - (time.monotonic() - load.at)

@@ -136,6 +136,9 @@ class WorkerInfo(_Exact):
     kv_connector: str = ""
     kv_role: str = ""
     kv_engine_id: str = ""
+    dp_base_url: str = Field(default="", description="of a data-parallel rank: the URL of its server")
+    dp_rank: int = Field(default=0, description="of a data-parallel rank")
+    dp_size: int = Field(default=0, description="of a data-parallel rank: how many its server has")
     max_connection_attempts: int
     load_monitor_interval_secs: float = 0
     health: Health = Health()

@@ -36,7 +36,7 @@ def worker_details(registry: Registry, worker: Worker) -> dict[str, object]:
         kind, state = job
         info["job_status"] = {
             "job_type": kind,
-            "worker_url": str(worker.url),
+            "worker_url": worker.name,
             "status": state,
             "message": registry.trouble(worker) or None,
             "timestamp": int(registry.changed_at(worker)),
@@ -53,7 +53,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "bootstrap_port": worker.bootstrap_port,
         "kv_connector": worker.kv_connector,
         "kv_role": worker.kv_role,
-        "kv_engine_id": spec.kv.engine_id or shown_id(worker.kv_engines),
+        "kv_engine_id": (not worker.ranks and spec.kv.engine_id) or shown_id(worker.kv_engines),
         "health": said(spec.health),
         "resilience": said(spec.resilience),
         "overload": said(spec.overload),
@@ -61,10 +61,11 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         # Ours: the peer says nothing of why a worker is out.
         "status_reason": registry.trouble(worker),
     }
+    ranked = {"dp_base_url": worker.base_url, "dp_rank": worker.dp_rank, "dp_size": worker.dp_size}
     return {
         "id": worker.id,
         **({"model_id": worker.model_ids[0]} if worker.model_ids else {}),
-        "url": str(worker.url),
+        "url": worker.name,
         "worker_type": worker.role.value,
         "connection_mode": "http",
         "runtime_type": worker.runtime,
@@ -72,6 +73,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "cost": worker.cost,
         "max_connection_attempts": spec.max_connection_attempts or _MAX_CONNECTION_ATTEMPTS,
         **{name: value for name, value in optional.items() if value},
+        **(ranked if worker.ranks else {}),
         "is_healthy": worker.sought,
         "status": worker.status.value,
         "load": worker.load,

@@ -69,6 +69,8 @@ class WorkerRoutes:
             return found
         try:
             spec = parse_worker_spec(await request.read())
+            if found.ranks:
+                raise SpecError("PUT is not supported for data-parallel workers; PATCH changes all ranks of a server")
             _check_same(found, spec)
             self._registry.replace(found, spec)
         except SpecError as error:

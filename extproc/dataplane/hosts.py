@@ -147,7 +147,7 @@ class HostWatch:
         if before is None or not (found := set(troubled(before, hosts))):
             return
         for worker in self._workers:
-            if worker.endpoint is not None and (worker.role, worker.endpoint) in found:
+            if worker.server is worker and (worker.role, worker.endpoint) in found:
                 _log.info("Envoy has trouble with a worker", extra={"worker": worker.name, "role": worker.role.value})
                 self._look_again(worker)
 

@@ -354,7 +354,8 @@ class Attempt:
         session, handoff = self._session, self._handoff
         gateway = session.gateway
         edits = self._edits(part)
-        plan = handoff.plan(self._request, self.prefill, edits, trust_client=gateway.config.trust_client)
+        trusts, decode = gateway.config.trust_client, self._decodes[0]
+        plan = handoff.plan(self._request, self.prefill, edits, trust_client=trusts, decode=decode)
         keep = self._keep_prefills or handoff.in_turn
         path = leg_path(self._request.api, self._head.path)
         leg = part.prefill = PrefillLeg(

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Final
 
 from extproc.errors import GatewayError
+from extproc.workers.ranks import entries
 from extproc.workers.worker import Worker
 
 _FRACTION: Final = 1 << 32
@@ -80,8 +81,10 @@ class Attempts:
             workers: whose fault it was.
             now: by the exchange's clock.
         """
-        policy = self._policy
-        if error.fault.code != "egress_unavailable":  # which is no worker's fault
+        policy, code = self._policy, error.fault.code
+        if code.endswith(("_unreachable", "_connection_lost")):  # so is every rank of the server
+            workers = [entry for worker in workers for entry in entries(worker)]
+        if code != "egress_unavailable":  # which is no worker's fault
             self.failed = (*self.failed, *workers)
         if policy.on_prefill_failure is not OnPrefillFailure.RETRY or self.number >= policy.attempts:
             return None

@@ -172,8 +172,9 @@ class DirectCourse:
         self._hold = handoff.hold(self._request)
         self._name(self._decode)
         self._ask_token_ids()
+        trusts = gateway.config.trust_client
         plan = self._plan = handoff.plan(
-            self._request, pair.prefill, self._edits, trust_client=gateway.config.trust_client
+            self._request, pair.prefill, self._edits, trust_client=trusts, decode=self._decode
         )
         self._body = plan.decode
         self._params = b""

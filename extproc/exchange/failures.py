@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,6 +20,8 @@ _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 # What stands behind the leg's name in a code.
 _FAULTS: Final = ("failed", "unreachable", "connection_lost", "timeout")
 _NO_CONNECTION: Final = frozenset({"UF", "UH", "NC", "NR", "UO"})  # of Envoy's response flags
+# By a server that restarted with fewer ranks, in the words of SGLang (0.5.23) and vLLM (0.32).
+_NO_SUCH_RANK: Final = re.compile(rb"routed_dp_rank=\d+ out of range|data_parallel_rank \d+ is out of range")
 
 
 def failure_of(
@@ -30,7 +33,9 @@ def failure_of(
     if (flags := fields.get(_LOCAL_REPLY)) is not None:
         return _envoys_word(worker, flags)
     retry_after = fields.get(b"retry-after")
-    message = f"{name} worker {worker.url} answered {status}"
+    message = f"{name} worker {worker.name} answered {status}"
+    if status == 400 and worker.dp_rank is not None and _NO_SUCH_RANK.search(body):  # our mistake, not the client's
+        return GatewayError(f"{name}_failed", f"{message}: there is no such rank any more")
     if 400 <= status < 500 or (answers_client and status >= 500):  # as a direct request's client would hear it
         code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
@@ -119,6 +124,13 @@ def report(gateway: Gateway, workers: Sequence[Worker], error: GatewayError) -> 
             gateway.report_unreachable(worker)
         elif code.endswith("_connection_lost"):
             gateway.report_failure(worker)
+        elif _may_have_other_ranks(worker, error):
+            gateway.report_doubt(worker)
+
+
+def _may_have_other_ranks(worker: Worker, error: GatewayError) -> bool:
+    """Whether a refusal may be of the rank, which a body that is not seen here would say."""
+    return worker.dp_rank is not None and (error.status == 400 or error.fault.code.endswith("_failed"))
 
 
 def _envoys_word(worker: Worker, flags: bytes) -> GatewayError:

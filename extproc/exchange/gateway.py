@@ -68,6 +68,7 @@ class Gateway:
         observer: is told of every finished request.
         report_unreachable: is told of workers that refused a connection.
         report_failure: is told of workers on which a leg failed in another way than by its own fault.
+        report_doubt: is told of workers whose answer may mean that they are not what they were.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Gateway:
         observer: Observer,
         report_unreachable: Callable[[Worker], None],
         report_failure: Callable[[Worker], None] = lambda _: None,
+        report_doubt: Callable[[Worker], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.placer = placer
@@ -89,6 +91,7 @@ class Gateway:
         self.observer = observer
         self.report_unreachable = report_unreachable
         self.report_failure = report_failure
+        self.report_doubt = report_doubt
         self.stored = StoredResponses()
         self.releases = Releases(clock)
         self.progress = Progress(clock)

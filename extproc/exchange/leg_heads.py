@@ -12,15 +12,17 @@ from extproc.exchange.headers import RequestHead
 from extproc.names import CLUSTER, DESTINATION
 from extproc.transport.interface import Header
 from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.ranks import RANK_HEADER
 from extproc.workers.worker import Role, Worker
 
+RANK: Final = RANK_HEADER.encode()
 _CLUSTERS: Final = {Role.PREFILL: PREFILL_CLUSTER.encode(), Role.DECODE: DECODE_CLUSTER.encode()}
 
 
 def leg_headers(
     gateway: Gateway, head: RequestHead, path: bytes, workers: Sequence[Worker], request_id: bytes, size: int
 ) -> list[Header]:
-    """The head of a leg to the first of ``workers`` that accepts a connection (all of one role and API key)."""
+    """The head of a leg to the first of ``workers`` that accepts a connection (all of one role, API key and rank)."""
     first = workers[0]
     pseudo, fixed = _leg_prefix(first.url.authority, first.role, destinations(workers))
     headers: list[Header] = [
@@ -30,6 +32,8 @@ def leg_headers(
         (b"content-length", b"%d" % size),
         (b"x-request-id", request_id),
     ]
+    if first.dp_rank is not None and (rank := rank_named(first)):
+        headers.append((RANK, rank))
     if first.api_key is not None:
         headers.append((b"authorization", b"Bearer " + first.api_key.encode()))
     elif gateway.api_key is None:
@@ -38,6 +42,14 @@ def leg_headers(
     # The client's authorization is the gateway's own key, or not for this worker.
     headers += [field for field in head.forwarded if field[0] != b"authorization"]
     return headers
+
+
+def rank_named(worker: Worker) -> bytes:
+    """The value of the header by which a leg names the rank that it is for; empty where no header does.
+
+    SGLang's stands in the body, which all of its versions read.
+    """
+    return b"" if worker.dp_rank is None or worker.runtime != "vllm" else b"%d" % worker.dp_rank
 
 
 def destinations(workers: Sequence[Worker]) -> str:

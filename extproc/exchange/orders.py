@@ -33,7 +33,6 @@ def send_orders(
     recipients: Sequence[Sequence[Worker]],
     orders: Sequence[tuple[bytes, bytes]],
     request_id: bytes,
-    more: Sequence[Header] = (),
     limit: float = ABORT_SECONDS,
     then: Callable[[int, Sequence[Header]], None] | None = None,
 ) -> None:
@@ -43,14 +42,12 @@ def send_orders(
     that does not have what is meant ignores them, and no request waits for the answers.
 
     Args:
-        more: headers that they have besides a leg's.
         limit: how many seconds each may take.
         then: is told the status and the headers of each answer.
     """
     for path, body in orders:
         for workers in recipients:
             headers = leg_headers(gateway, head, path, workers, request_id, len(body))
-            headers += more
             receiver = OrderReceiver(then)
             leg = gateway.egress.send(headers, body, receiver)
             receiver.limit = gateway.clock.after(limit, leg.cancel)
@@ -97,7 +94,7 @@ def unpin(session: Session, head: RequestHead, placed: Placed, plan: Plan, error
     orders = handoff.unpins(plan)
     if not orders or error.fault.code.endswith("_unreachable"):
         return
-    session.gateway.clock.after(UNPIN_SECONDS, _Release(session, head, pair.prefill, orders, plan).send)
+    session.gateway.clock.after(UNPIN_SECONDS, _Release(session, head, pair.prefill, orders).send)
 
 
 def settle(
@@ -118,7 +115,7 @@ def settle(
     if not orders:
         return
     gateway, request_id = session.gateway, session.record.request_id
-    release = _Release(session, head, pair.prefill, orders, plan)
+    release = _Release(session, head, pair.prefill, orders)
 
     def answered(status: int, headers: Sequence[Header]) -> None:
         if status != _REFUSED:
@@ -136,23 +133,22 @@ def settle(
 class _Release:
     """Gives a prefill worker something to send, in the end also one that has no time for it at first."""
 
-    __slots__ = ("_gateway", "_head", "_more", "_orders", "_request_id", "_wait", "_worker")
+    __slots__ = ("_gateway", "_head", "_orders", "_request_id", "_wait", "_worker")
 
     def __init__(
-        self, session: Session, head: RequestHead, worker: Worker, orders: Sequence[tuple[bytes, bytes]], plan: Plan
+        self, session: Session, head: RequestHead, worker: Worker, orders: Sequence[tuple[bytes, bytes]]
     ) -> None:
         self._gateway = session.gateway
         self._head = head
         self._worker = worker
         self._orders = orders
-        self._more = plan.prefill_headers
         self._request_id = session.record.request_id
         self._wait = _FIRST_WAIT
 
     def send(self) -> None:
         """Send it."""
         gateway, recipients, limit = self._gateway, [(self._worker,)], LEFTOVER_SECONDS
-        send_orders(gateway, self._head, recipients, self._orders, self._request_id, self._more, limit, self._answered)
+        send_orders(gateway, self._head, recipients, self._orders, self._request_id, limit, self._answered)
 
     def _answered(self, status: int, headers: Sequence[Header]) -> None:
         turned_away = status in UNSEEN and answered_by((self._worker,), headers) is not None

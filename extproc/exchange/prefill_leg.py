@@ -116,7 +116,6 @@ class PrefillLeg:
         session, plan, worker = self._session, self.plan, self._placed.pair.prefill
         gateway = session.gateway
         headers = leg_headers(gateway, self._head, self._path, (worker,), self._leg_id, len(plan.prefill))
-        headers += plan.prefill_headers
         answer = WholeAnswer(
             worker,
             lambda answer: self._events.guarded(lambda: self._answered(answer)),

@@ -9,6 +9,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import Flow
 from extproc.exchange import wire
 from extproc.exchange.headers import RequestHead
+from extproc.exchange.leg_heads import RANK, rank_named
 from extproc.exchange.record import named, server_timing
 from extproc.names import CLUSTER
 from extproc.workers.endpoints import PREFILL_CLUSTER
@@ -48,8 +49,12 @@ def head_reply(
         mutation += _NO_AUTHORIZATION  # it is the gateway's own key
     if body is not None and not fields.get("content-type", b"").startswith(b"application/json"):
         mutation += _JSON
+    rank = b"" if worker.dp_rank is None else rank_named(worker)
+    if rank:
+        mutation += wire.set_header(RANK, rank)
     for name in head.withheld:
-        mutation += wire.remove_header(name)
+        if name != RANK or not rank:  # a client's is overwritten
+            mutation += wire.remove_header(name)
     chosen = worker.role is Role.PREFILL and request.api.flow is Flow.PAIR
     if chosen:
         mutation += _PREFILL_CLUSTER

@@ -2,7 +2,8 @@
 
 The Responses API keeps answers on the worker that made them. Names of responses that the gateway makes say which worker
 that is meant to be, so that any gateway of the fleet, and one that was restarted, can tell; where it was another one in
-the end, or the client chose the name, this gateway remembers.
+the end, or the client chose the name, this gateway remembers. They are kept by a server, whichever of its data-parallel
+ranks computed them.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class StoredResponses:
     """See the module."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, str] = {}  # name of the response -> name of the worker, oldest first
+        self._kept: dict[str, str] = {}  # name of the response -> URL of the worker, oldest first
 
     def name(self, worker: Worker, request_id: bytes = b"") -> str:
         """A new name for a response that ``worker`` is to make, to be known by ``request_id`` if that is ours."""
-        return f"{PREFIX}{_tag(worker.name)}{request_id[-_DIGITS:].decode() or f'{random.getrandbits(96):024x}'}"
+        return f"{PREFIX}{_tag(worker.base_url)}{request_id[-_DIGITS:].decode() or f'{random.getrandbits(96):024x}'}"
 
     def made(self, name: str, worker: Worker) -> None:
         """``worker`` made the response of this name. Nothing is kept of one that cannot be asked for."""
         self._kept.pop(name, None)  # of another worker, perhaps
-        if not _can_be_asked_for(name) or _named_after(name) == _tag(worker.name):
+        if not _can_be_asked_for(name) or _named_after(name) == _tag(worker.base_url):
             return
-        self._kept[name] = worker.name
+        self._kept[name] = worker.base_url
         if len(self._kept) > _REMEMBERED:
             del self._kept[next(iter(self._kept))]
 
@@ -50,7 +51,7 @@ class StoredResponses:
         known = self._kept.get(name)
         tag = _named_after(name)
         for worker in workers:
-            if (worker.name == known) if known is not None else (_tag(worker.name) == tag):
+            if (worker.base_url == known) if known is not None else (_tag(worker.base_url) == tag):
                 return worker
         return None
 

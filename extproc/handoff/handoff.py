@@ -46,7 +46,6 @@ class Plan(NamedTuple):
         names: by which the engine can be asked to end them; empty where it has no name of ours.
         params: what tells the decode where the KV cache is (raw JSON), where that is known before the prefill answers.
             To have it freed has a price there, whether or not a decode has fetched it: see mooncake.py.
-        prefill_headers: headers of the prefill leg that the client's request does not have.
     """
 
     prefill: bytes
@@ -54,7 +53,6 @@ class Plan(NamedTuple):
     rooms: tuple[int, ...] = ()
     names: Sequence[str] = ()
     params: bytes = b""
-    prefill_headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class Handed(NamedTuple):
@@ -101,12 +99,22 @@ class Handoff(Protocol):
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:
         """Who answers ``request`` alone; None for a request that two legs serve."""
 
-    def plan(self, request: InferenceRequest, prefill: Worker, edits: LegEdits, *, trust_client: bool) -> Plan:
+    def plan(
+        self,
+        request: InferenceRequest,
+        prefill: Worker,
+        edits: LegEdits,
+        *,
+        trust_client: bool,
+        decode: Worker | None = None,
+    ) -> Plan:
         """Prepare both legs of ``request`` with ``prefill`` as the prefill worker.
 
         Args:
             edits: in what these legs differ from the client's request.
             trust_client: keep the control fields that the client sent, as far as they are not ours to set.
+            decode: the decode worker; None for any that stands for no rank. Envoy may give the leg to another one that
+                stands for the same rank.
         """
 
     def handed(

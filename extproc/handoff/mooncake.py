@@ -6,9 +6,10 @@ says nothing. When to use: workers registered with ``kv_connector: MooncakeConne
 leg only when the prefill is done, for engines that want it so (``--mooncake-dispatch sequential``).
 Fields: prefill ``do_remote_decode``, ``transfer_id``; decode ``do_remote_prefill``, ``transfer_id``,
 ``remote_engine_id``, ``remote_bootstrap_addr`` (``http://host:port``, an IPv6 address in brackets; port 8998 unless
-registered). With several engine cores (data parallelism) one is chosen, and the prefill leg is pinned to its rank by
-the header ``x-data-parallel-rank``.
-Failure: without an engine id nothing can be minted, and the decode computes the prompt itself. A cache that no decode
+registered). With several engine cores (data parallelism) each is a worker of its own, and the legs name its rank in a
+header (``--dp-aware``); Responses, for which vLLM does not read it, are left to the decode.
+Failure: without an engine id, or with several and none chosen, nothing can be minted, and the decode computes the
+prompt itself. A cache that no decode
 fetches stays with the prefill for 480 s unless a decode worker is made to say that it will not (see nixl). A decode
 that waits for a prefill that does not come keeps its memory as long, even after its client has left: so a prefill leg
 is let finish, for as long, while its decode leg is out, and one that was refused is followed by one of another prompt
@@ -30,19 +31,26 @@ import orjson
 
 from extproc.apis.json_object import Edits, JsonObject, LegEdits
 from extproc.apis.request import InferenceRequest
+from extproc.apis.table import RESPONSES
 from extproc.errors import GatewayError
 from extproc.handoff import vllm
 from extproc.handoff.handoff import Alone, Handed, Kv, Plan
 from extproc.workers.kv_engines import bootstrap_address
 from extproc.workers.worker import Role, Worker
 
-_RANK_HEADER: Final = b"x-data-parallel-rank"
 _ASK: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}'
 _UNPIN_PATH: Final = b"/v1/completions"
 _UNPIN: Final = b'{"prompt":"x","max_tokens":1,"kv_transfer_params":%b}'
 _DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
 _WHOLE: Final = LegEdits()
 _NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known", unknown=True)
+_SEVERAL_ENGINES: Final = Alone(
+    Role.DECODE,
+    Kv.RECOMPUTED,
+    "the prefill worker has several engine cores (--dp-aware would choose one)",
+    unknown=True,
+)
+_NO_SAY: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "vLLM chooses the rank of a response itself")
 
 
 class MooncakeHandoff(vllm.VllmHandoff):
@@ -58,16 +66,24 @@ class MooncakeHandoff(vllm.VllmHandoff):
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:
         """See Handoff."""
         found = super().alone(request, prefill)
-        if found is None and not prefill.kv_engines:
-            return _NO_ENGINE
-        return found
+        if found is not None:
+            return found
+        if len(prefill.kv_engines) != 1:
+            return _SEVERAL_ENGINES if prefill.kv_engines else _NO_ENGINE
+        return _NO_SAY if prefill.dp_rank is not None and request.api is RESPONSES else None
 
     def plan(
-        self, request: InferenceRequest, prefill: Worker, edits: LegEdits = _WHOLE, *, trust_client: bool = False
+        self,
+        request: InferenceRequest,
+        prefill: Worker,
+        edits: LegEdits = _WHOLE,
+        *,
+        trust_client: bool = False,
+        decode: Worker | None = None,  # noqa: ARG002 - Handoff's signature
     ) -> Plan:
-        """See Handoff. ``prefill`` has an engine id."""
+        """See Handoff. ``prefill`` has one engine core."""
         transfer = f"xfer-{random.getrandbits(128):032x}"
-        engine = prefill.kv_engines[random.getrandbits(32) % len(prefill.kv_engines)]
+        (engine,) = prefill.kv_engines
         ask = _ASK % transfer.encode()
         params = orjson.dumps(
             {
@@ -82,7 +98,6 @@ class MooncakeHandoff(vllm.VllmHandoff):
             vllm.prefill_body(request, edits, ask, trust_client=trust_client),
             vllm.decode_body(request, edits.decode, params, trust_client=trust_client),
             params=params,
-            prefill_headers=((_RANK_HEADER, b"%d" % engine.rank),) if len(prefill.kv_engines) > 1 else (),
         )
 
     def handed(

@@ -30,6 +30,7 @@ class PassthroughHandoff(vllm.VllmHandoff):
         edits: LegEdits = _WHOLE,
         *,
         trust_client: bool = False,
+        decode: Worker | None = None,  # noqa: ARG002 - Handoff's signature
     ) -> Plan:
         """See Handoff."""
         return Plan(vllm.prefill_body(request, edits, b"", trust_client=trust_client), b"")

@@ -5,11 +5,17 @@ registers with the prefill's bootstrap server under the room and pulls nothing u
 When to use: workers started with ``--disaggregation-mode``, whatever their transfer backend.
 Fields: host = host of the prefill worker's URL; port = its ``--disaggregation-bootstrap-port``, or null for the
 engine's default; room = 1 … 2^63-1, one per prompt. ``rid`` is ours unless the client gave one.
+Data parallelism: a leg names its own rank in ``routed_dp_rank``, and both name the prefill's in
+``disagg_prefill_dp_rank``: with it a decode need not ask, and a prefill need not tell its bootstrap server, nor does it
+compare the rank with the room. Before 0.5.10 a prefill leg has ``data_parallel_rank`` and a decode leg nothing. Either
+way the room is congruent to the prefill's rank modulo their number: that decides where nothing is said, or heard
+(``/v1/messages`` and ``/v1/responses`` of 0.5.10).
 Failure: a lone leg waits for the engine's own timeout (300 s by default), so the other one must be ended: by ``POST
 /abort_request {"rid"}`` (5-10 ms; the closed connection alone is noticed after up to 4 s). The items of a batch are
 named ``rid_0``, ``rid_1``, ...; aborting one ends the whole answer.
 Source: sglang srt/managers/io_struct.py, srt/entrypoints/openai/protocol.py (PDRoutingFields), 0.5.23; a room of 2^63
-or more ends the prefill process there.
+or more ends the prefill process there. For ranks also srt/managers/data_parallel_controller.py and srt/disaggregation/
+(decode.py, ``_resolve_prefill_dp_rank``; common/conn.py, ``CommonKVSender``), of 0.5.9 and 0.5.10 too.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import CONTROL_FIELDS, InferenceRequest
 from extproc.handoff.endings import broke_off
 from extproc.handoff.handoff import Alone, Handed, Plan
+from extproc.workers.ranks import has_two_fields
 from extproc.workers.worker import Worker
 
 MAX_ABORTS: Final = 64  # of one batch; the others' legs end with their connection
@@ -33,7 +40,9 @@ MAX_ABORTS: Final = 64  # of one batch; the others' legs end with their connecti
 HOLD_SECONDS: Final = 0.03
 _ABORT_PATH: Final = b"/abort_request"
 _MEETING_PLACE: Final = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"})
+_RANKS: Final = frozenset({"routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"})
 _ROOM_BITS: Final = 63
+LARGEST_ROOM: Final = 2**_ROOM_BITS - 1
 _NOTHING: Final[frozenset[str]] = frozenset()
 _WHOLE: Final = LegEdits()
 
@@ -47,12 +56,16 @@ class Rooms:
     def __len__(self) -> int:
         return len(self._live)
 
-    def mint(self, count: int) -> tuple[int, ...]:
-        """``count`` rooms that are not live, now live."""
+    def mint(self, count: int, rank: int = 0, ranks: int = 1) -> tuple[int, ...]:
+        """``count`` rooms that are not live, now live, each congruent to ``rank`` modulo ``ranks``."""
         rooms: list[int] = []
         while len(rooms) < count:
             room = random.getrandbits(_ROOM_BITS)
-            if room and room not in self._live:  # in room 0 the real decode never answers, and the next one dies
+            if ranks > 1:
+                room += rank - room % ranks
+            if (
+                0 < room <= LARGEST_ROOM and room not in self._live
+            ):  # in room 0 the real decode never answers, and the next one dies
                 self._live.add(room)
                 rooms.append(room)
         return tuple(rooms)
@@ -86,12 +99,18 @@ class SglangHandoff:
         return None
 
     def plan(
-        self, request: InferenceRequest, prefill: Worker, edits: LegEdits = _WHOLE, *, trust_client: bool = False
+        self,
+        request: InferenceRequest,
+        prefill: Worker,
+        edits: LegEdits = _WHOLE,
+        *,
+        trust_client: bool = False,
+        decode: Worker | None = None,
     ) -> Plan:
         """See Handoff. The client's bytes reach both legs as they are, but for what the module says."""
-        rooms = self._rooms.mint(request.prompts or 1)
+        rooms = self._rooms.mint(request.prompts or 1, prefill.dp_rank or 0, prefill.dp_size)
         try:
-            return _plan(request, prefill, rooms, edits.decode, trust_client=trust_client)
+            return _plan(request, prefill, decode, rooms, edits.decode, trust_client=trust_client)
         except BaseException:
             self._rooms.release(rooms)
             raise
@@ -134,6 +153,7 @@ class SglangHandoff:
 def _plan(
     request: InferenceRequest,
     prefill: Worker,
+    decoder: Worker | None,
     rooms: tuple[int, ...],
     edits: Edits,
     *,
@@ -151,16 +171,45 @@ def _plan(
         rid = orjson.loads(edits.put[key])
         names = _names_of(rid, request.prompts) if isinstance(rid, str) else ()
     drop = _NOTHING if CONTROL_FIELDS.isdisjoint(body.keys()) else CONTROL_FIELDS
+    ranks = _ranks(prefill, decoder)
     if trust_client:
-        drop &= _MEETING_PLACE
+        drop &= _MEETING_PLACE | _RANKS if any(ranks) else _MEETING_PLACE
     drop = drop | frozenset(edits.drop) if edits.drop else drop
-    decode = body.edited(edits.put, drop, members)
+    decode = body.edited(edits.put, drop, members + ranks[1])
     if not request.stream:
-        return Plan(decode, decode, rooms, names)
+        same = ranks[0] == ranks[1]
+        return Plan(decode if same else body.edited(edits.put, drop, members + ranks[0]), decode, rooms, names)
     # The prefill's answer is only waited for, so a stream of it would be work for nothing; and in a stream the engine
     # reports errors as events behind a 200, but as a status when not streaming.
     calm = {**edits.put, "stream": b"false"}
-    return Plan(body.edited(calm, drop | {"stream_options"}, members), decode, rooms, names)
+    return Plan(body.edited(calm, drop | {"stream_options"}, members + ranks[0]), decode, rooms, names)
+
+
+def _ranks(prefill: Worker, decode: Worker | None) -> tuple[bytes, bytes]:
+    """What the bodies of the two legs say of ranks; empty of servers as a whole."""
+    target = None if decode is None else decode.dp_rank
+    if prefill.dp_rank is None and target is None:
+        return b"", b""
+    former = not has_two_fields(prefill.labels.get("version", ""))
+    former_decode = decode is None or not has_two_fields(decode.labels.get("version", ""))
+    return _prefill_rank(prefill.dp_rank, former=former), _decode_ranks(prefill.dp_rank, target, former=former_decode)
+
+
+@lru_cache(4096)
+def _prefill_rank(rank: int | None, *, former: bool) -> bytes:
+    if rank is None:
+        return b""
+    if former:
+        return b',"data_parallel_rank":%d' % rank
+    return b',"routed_dp_rank":%d,"disagg_prefill_dp_rank":%d' % (rank, rank)
+
+
+@lru_cache(4096)
+def _decode_ranks(prefill: int | None, decode: int | None, *, former: bool) -> bytes:
+    if former:
+        return b""  # there is one field, which would choose both
+    own = b"" if decode is None else b',"routed_dp_rank":%d' % decode
+    return own if prefill is None else own + b',"disagg_prefill_dp_rank":%d' % prefill
 
 
 def _names_of(rid: str, prompts: int | None) -> Sequence[str]:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill of SGLang or Mooncake: port where decodes meet it; 0: a free one",
     )
     parser.add_argument("--model", default="tiny", help="served model name")
+    parser.add_argument("--dp-size", type=int, default=1, help="how many data-parallel ranks")
     parser.add_argument("--tokens", type=int, default=16, help="length of an answer that nothing limits")
     parser.add_argument("--first-token-delay-ms", type=float, default=0.0, help="time that a prefill takes")
     parser.add_argument("--token-delay-ms", type=float, default=0.0, help="time between two tokens")
@@ -89,6 +90,7 @@ def _sglang(options: argparse.Namespace) -> SglangMock:
         port=options.port,
         bootstrap_port=options.bootstrap_port,
         model=options.model,
+        dp_size=options.dp_size,
         tokens=options.tokens,
         first_token_delay=options.first_token_delay_ms / 1000,
         token_delay=options.token_delay_ms / 1000,
@@ -124,6 +126,7 @@ def _vllm(options: argparse.Namespace) -> VllmMock:
         token_delay=options.token_delay_ms / 1000,
         keep_alive=options.keep_alive,
         record_limit=options.record,
+        dp_size=options.dp_size,
         max_model_len=options.max_model_len,
         blocks=options.kv_blocks,
         lease=options.lease,

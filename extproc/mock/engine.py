@@ -44,6 +44,7 @@ class Sequence:
     limits: Limits
     rid: str
     index: int = 0
+    rank: int = 0  # of the engine core that writes it
     text: Text = field(default_factory=lambda: Text([], []))
     written: int = 0  # tokens so far
     finish: dict[str, object] | None = None  # the engine's finish_reason, once over

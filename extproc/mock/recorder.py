@@ -41,6 +41,7 @@ class Record:
     first_byte: float | None = None  # of the answer's body
     ended: float | None = None
     outcome: Outcome = Outcome.LIVE
+    rank: int | None = None  # the data-parallel rank that served it
     kv: str | None = None  # what became of the KV cache that a vLLM worker was to fetch: ``vllm.engine.Kv``
     ids_reused: bool = False  # a vLLM worker took the prompt's token ids from it, and applied no chat template
 
@@ -78,6 +79,7 @@ class Record:
             "first_byte": self.first_byte,
             "ended": self.ended,
             "outcome": self.outcome.value,
+            "rank": self.rank,
             "kv": self.kv,
             "ids_reused": self.ids_reused,
         }

@@ -61,6 +61,7 @@ class Runner(Generic[AnySequence]):
         try:
             batch = api.batch()
             self._engine.admit(batch)
+            exchange.record.rank = batch.sequences[0].rank if batch.sequences else None
         except RequestError as problem:
             self._refused(api)
             if early:

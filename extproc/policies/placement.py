@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
+from extproc.policies.fail_over import FailOver
 from extproc.policies.policy import Policy
 from extproc.workers.pairing import hand_over_alike, of_one_model, why_none
 from extproc.workers.pairs import Pairs, Tiers
@@ -65,6 +66,7 @@ class Placer:
         self._fleet = fleet
         self._prefill = prefill
         self._decode = decode
+        self._fail_over = FailOver(CANDIDATES)
 
     def pair(self, model: str | None, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
         """A prefill worker and decode workers that it may hand a KV cache to.
@@ -84,9 +86,8 @@ class Placer:
         if prefill is None:
             raise self._no_pair(pairs, model, without, like)
         tiers = pairs.tiers(prefill)
-        if len(tiers) > 1:
-            return Pair(prefill, _of_one_key(self._nearest(tiers, without)))
-        return Pair(prefill, _of_one_key(self._ranked(tiers[0], without)))
+        ranked = self._nearest(tiers, without) if len(tiers) > 1 else self._ranked(tiers[0], without)
+        return Pair(prefill, self._fail_over.order(ranked, tiers, without))
 
     def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
         """Whether :meth:`pair` would find one; no policy is told of the question."""
@@ -109,12 +110,12 @@ class Placer:
             and (not partner or worker.pairing == like.pairing)
         )
         policy = self._decode if like.role is Role.DECODE else self._prefill
-        return policy.rank(found, CANDIDATES) if found else ()
+        return self._fail_over.order(policy.rank(found, CANDIDATES), (found,), lasting=False) if found else ()
 
     def decodes(self, model: str | None) -> Sequence[Worker]:
         """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
         found = self._fleet.usable(Role.DECODE, model)
-        return _of_one_kind(self._decode.rank(found, CANDIDATES)) if found else ()
+        return self._in_order(self._decode, found) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be asked something now, in no order of preference.
@@ -138,10 +139,14 @@ class Placer:
             raise self._nobody(model, Role.PREFILL)
         if like is not None:
             others = tuple(worker for worker in prefills if worker is not like and hand_over_alike(worker, like))
-            return _of_one_key((like, *others[: CANDIDATES - 1]))
-        return _of_one_kind(self._prefill.rank(prefills, CANDIDATES))
+            return self._fail_over.order((like, *others[: CANDIDATES - 1]), (prefills,))
+        return self._in_order(self._prefill, prefills)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _in_order(self, policy: Policy, candidates: Sequence[Worker]) -> Sequence[Worker]:
+        """Whom ``policy`` takes of ``candidates``, and where the same request may go when that one refuses it."""
+        return self._fail_over.order(_of_one_kind(policy.rank(candidates, CANDIDATES)), (candidates,))
 
     def _first(self, pairs: Pairs, prefills: Sequence[Worker], without: Collection[Worker]) -> Worker | None:
         """The prefill worker whose turn it is of those that have a partner left; None when none has."""
@@ -221,14 +226,5 @@ def _of_one_kind(ranked: Sequence[Worker]) -> Sequence[Worker]:
     first = ranked[0]
     for worker in ranked:
         if not hand_over_alike(worker, first):
-            return _of_one_key([worker for worker in ranked if hand_over_alike(worker, first)])
-    return _of_one_key(ranked)
-
-
-def _of_one_key(ranked: Sequence[Worker]) -> Sequence[Worker]:
-    """Those that take the first one's API key: a request bears one, and may fail over only where it is known."""
-    key = ranked[0].api_key
-    for worker in ranked:
-        if worker.api_key != key:
-            return [worker for worker in ranked if worker.api_key == key]
+            return [worker for worker in ranked if hand_over_alike(worker, first)]
     return ranked

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from extproc.workers.breaker import BreakerState
 from extproc.workers.endpoints import Endpoint, Health, Snapshot
 from extproc.workers.publication import Publish, Publisher
+from extproc.workers.ranks import entries
 from extproc.workers.worker import Role, Status, Worker
 
 
@@ -84,9 +85,9 @@ class Addresses:
             place.wanted = place.current = None
 
     def tell_health(self, worker: Worker) -> None:
-        """The worker may be better or worse than Envoy was told."""
-        place = self._places.get(worker.id)
-        if place is not None and place.told is not _health(worker):
+        """The worker, or a data-parallel rank of it, may be better or worse than Envoy was told."""
+        place = self._places.get(worker.server.id)
+        if place is not None and place.told is not _health(place.worker):
             self._publisher.request()
 
     async def forget(self, worker: Worker) -> None:
@@ -160,11 +161,16 @@ class Addresses:
 
 
 def _health(worker: Worker) -> Health:
-    """What Envoy is told of ``worker``; of one that was never asked how it is, nothing bad."""
+    """What Envoy is told of ``worker``; of one that was never asked how it is, nothing bad.
+
+    Of several ranks none speaks for the others, which have the same endpoint.
+    """
     if worker.status is Status.DRAINING:
         return Health.DRAINING
-    out = worker.status in (Status.NOT_READY, Status.FAILED) or worker.breaker.state is BreakerState.OPEN
-    return Health.UNHEALTHY if out else Health.HEALTHY
+    if worker.status in (Status.NOT_READY, Status.FAILED):
+        return Health.UNHEALTHY
+    shut = all(entry.breaker.state is BreakerState.OPEN for entry in entries(worker))
+    return Health.UNHEALTHY if shut else Health.HEALTHY
 
 
 def _in_health(endpoint: Endpoint, health: Health) -> Endpoint:

@@ -33,6 +33,13 @@ class Bootstrap(NamedTuple):
     addresses: Mapping[str, object] = MappingProxyType({})
 
 
+def unpinned(engines: tuple[KvEngine, ...]) -> str:
+    """What is wrong with engine cores of which nobody chooses one: a decode cannot be told whose cache it is to get."""
+    if len(engines) < 2:
+        return ""
+    return f"{len(engines)} engine cores, and no --dp-aware: the decode recomputes each prompt"
+
+
 def is_mooncake(worker: Worker) -> bool:
     """Whether the bootstrap server of ``worker`` is Mooncake's."""
     return worker.role is Role.PREFILL and worker.runtime == "vllm" and worker.kv_connector == MOONCAKE

@@ -1,8 +1,10 @@
-"""What a worker is by its registration alone, before it has said anything of itself."""
+"""What a worker is: by its registration alone, and by what it then says of itself."""
 
 from __future__ import annotations
 
+from extproc.workers.connectors import BY_FIELDS
 from extproc.workers.kv_engines import of_registration
+from extproc.workers.metadata import Metadata
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import MOONCAKE, KvEngine, Role, Worker
 
@@ -30,3 +32,23 @@ def named_engines(spec: WorkerSpec) -> tuple[KvEngine, ...]:
     if spec.role is not Role.PREFILL or spec.kv.connector != MOONCAKE:
         return ()
     return of_registration(spec.kv.engine_id, spec.labels)
+
+
+def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: bool) -> None:
+    """Add what the worker said of itself, where its registration does not say otherwise.
+
+    ``ranks_known``: how many data-parallel ranks it says it has counts more than what is registered.
+    """
+    layout = found.layout if worker.kv_connector in BY_FIELDS else {}
+    worker.labels = {**found.labels, **layout, **spec.labels}
+    if ranks_known and found.dp_size is not None:
+        worker.labels["dp_size"] = str(found.dp_size)
+    worker.runtime = spec.runtime or found.runtime or worker.runtime
+    worker.takes_token_ids = found.takes_token_ids
+    worker.listed = found.listed
+    if not spec.cards:
+        worker.cards = found.cards
+        worker.model_ids = found.model_ids
+    if worker.role is Role.PREFILL and spec.bootstrap_port is None:
+        worker.bootstrap_port = found.bootstrap_port
+    worker.update_pairing()

@@ -49,7 +49,7 @@ class Monitor:
         """Begin watching. Needs a running event loop."""
         self._unsubscribe = self._registry.subscribe(self._changed)
         for worker in self._registry:
-            self._watch(worker)
+            self._changed(worker, Change.ADDED)
         self._stalls.start()
 
     async def stop(self) -> None:
@@ -70,7 +70,7 @@ class Monitor:
 
         Cheap and safe to call for every failed request.
         """
-        watch = self._watches.get(worker.id)
+        watch = self._watches.get(worker.server.id)
         if watch is not None:
             watch.report_unreachable()
 
@@ -79,27 +79,37 @@ class Monitor:
 
         Cheap and safe to call for every failed request.
         """
-        watch = self._watches.get(worker.id)
+        watch = self._watches.get(worker.server.id)
         if watch is not None:
             watch.report_failure()
 
+    def report_doubt(self, worker: Worker) -> None:
+        """A request to ``worker`` was answered in a way that another number of ranks may explain: ask again what it is.
+
+        Cheap and safe to call for every failed request.
+        """
+        watch = self._watches.get(worker.server.id)
+        if watch is not None:
+            watch.report_doubt()
+
     def look_again(self, worker: Worker) -> None:
         """Somebody else has seen trouble with ``worker``: look at it now rather than at the next interval."""
-        watch = self._watches.get(worker.id)
+        watch = self._watches.get(worker.server.id)
         if watch is not None:
             watch.look_again()
 
     async def _ask_for_life(self, worker: Worker) -> None:
-        watch = self._watches.get(worker.id)
+        watch = self._watches.get(worker.server.id)
         if watch is not None:
             await watch.ask_for_life()
 
     def _changed(self, worker: Worker, change: Change) -> None:
         if change is Change.ADDED:
-            self._watch(worker)
+            if worker.server is worker:  # further ranks of a server need no looks of their own
+                self._watch(worker)
         elif worker.status is Status.DRAINING:
             self._forget(worker.id)
-        elif change is Change.SPEC:
+        elif change is Change.SPEC and worker.server is worker:
             self._respecified(worker)
 
     def _watch(self, worker: Worker) -> None:

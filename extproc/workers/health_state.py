@@ -55,6 +55,7 @@ class Pace:
     confirm: float = 0.25  # between probes of a READY worker that refuses connections
     report: float = 1.0  # least time between a probe and one that the data path asks for
     doubt: float = 5.0  # least time between two identifications that the data path gives reason for
+    ranks: float = 300.0  # until a server is asked again how many data-parallel ranks it has
     restart: float = 10.0  # between probes of a Mooncake prefill, whose restart nobody would report
     resolve: float = 30.0  # between look-ups of a name
     jitter: float = 0.1  # of every pause, so that many workers are not probed in step

@@ -77,6 +77,7 @@ class _Target:
 
     workers: list[Worker] = field(default_factory=list)  # those that are usable
     sources: list[Source] = field(default_factory=list)  # not tried in vain yet; empty: all are
+    said: tuple[float, Sequence[RankLoad]] | None = None  # when by time.monotonic(), and what; None: too long ago
     trouble: str = ""  # why nothing is known, as the log has it
     task: asyncio.Task[None] | None = None
     expiry: asyncio.TimerHandle | None = None
@@ -129,6 +130,8 @@ class LoadMonitor:
         target = self._targets.get(str(worker.url))
         if change is Change.IDENTITY and target is not None:
             target.sources = list(sources_of(worker.runtime))  # it may be another engine now
+            if worker in target.workers:
+                _tell(target, worker)  # it may stand for another rank
 
     def _look_at(self, worker: Worker) -> None:
         target = self._targets.get(str(worker.url))
@@ -141,6 +144,7 @@ class LoadMonitor:
     def _add(self, worker: Worker) -> None:
         target = self._targets.setdefault(str(worker.url), _Target())
         target.workers.append(worker)
+        _tell(target, worker)
         if target.task is None:
             target.sources = list(sources_of(worker.runtime))
             asking = self._ask_on(target)
@@ -200,10 +204,9 @@ class LoadMonitor:
         """Tell the workers what was said of them."""
         if target.expiry is not None:
             target.expiry.cancel()
-        now = time.monotonic()
+        target.said = time.monotonic(), found
         for worker in target.workers:
-            load = EngineLoad(now, with_limit(found, _limit_of(worker))) if found else None
-            worker.engine_load = load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank)
+            _tell(target, worker)
         target.trouble = ""
         target.expiry = asyncio.get_running_loop().call_later(STALE * self._period(target), _expire, target)
 
@@ -221,8 +224,16 @@ def _say(target: _Target, trouble: str) -> None:
         _logger.info("how loaded the engine is, is not known", extra=extra)
 
 
+def _tell(target: _Target, worker: Worker) -> None:
+    """Tell a worker what was said of it, if anything."""
+    at, found = target.said or (0.0, ())
+    load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
+    worker.engine_load = load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank)
+
+
 def _expire(target: _Target) -> None:
     """What was said is too old."""
+    target.said = None
     for worker in target.workers:
         worker.engine_load = None
 

@@ -76,6 +76,7 @@ class Metadata:
     bootstrap_port: int | None = None
     takes_token_ids: bool = False  # see Worker
     listed: tuple[Mapping[str, object], ...] = ()  # see Worker
+    dp_size: int | None = None  # how many data-parallel ranks; vLLM must be asked (:mod:`extproc.workers.rank_count`)
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
@@ -187,6 +188,7 @@ def _assemble(
     entries = models or ([{"id": served}] if served else [])
     mode = server.get("disaggregation_mode", model.get("disaggregation_mode"))
     port = server.get("disaggregation_bootstrap_port")
+    ranks = server.get("dp_size")
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in entries)),
         cards=tuple(_card(entry, model) for entry in entries),
@@ -195,6 +197,7 @@ def _assemble(
         disaggregation_mode=mode if isinstance(mode, str) and mode else None,
         bootstrap_port=port if type(port) is int and 0 < port < 65536 else None,
         listed=tuple(models),
+        dp_size=ranks if type(ranks) is int and ranks > 0 else None,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Final
 from extproc.workers.client import NoAnswerError, WorkerClient
 from extproc.workers.kv_engines import bootstrap_address, dp_size
 from extproc.workers.pairing import PairingMode, may_pair
+from extproc.workers.ranks import RANK_HEADER
 from extproc.workers.registry import Registry
 from extproc.workers.worker import MOONCAKE, Role, Status, Worker
 
@@ -26,7 +27,6 @@ TELL_SECONDS: Final = 3.0  # that a decode worker has for its refusal
 TELL_AT_ONCE: Final = 16
 _REMEMBERED: Final = 10_000  # engine ids
 _PATH: Final = "/v1/completions"
-_RANK_HEADER: Final = "x-data-parallel-rank"
 _logger = logging.getLogger(__name__)
 
 
@@ -97,12 +97,16 @@ class MooncakeRefresh:
                 {"prompt": "x", "max_tokens": -1, "kv_transfer_params": params},
                 within=TELL_SECONDS,
                 ip=ip,
-                headers={_RANK_HEADER: str(rank)} if ranks > 1 else {},
+                headers={RANK_HEADER: str(rank)} if ranks > 1 else {},
             )
             if answer.status != 400:
                 raise NoAnswerError(f"POST {_PATH}: HTTP {answer.status}")
 
 
 def _is_told(prefill: Worker, worker: Worker, mode: PairingMode) -> bool:
-    """A decode with another connector than Mooncake's may not be: NIXL's dies of parameters that are not its own."""
-    return worker.role is Role.DECODE and worker.kv_connector == MOONCAKE and may_pair(prefill, worker, mode)
+    """A decode with another connector than Mooncake's may not be: NIXL's dies of parameters that are not its own.
+
+    All ranks of a server are told as one worker.
+    """
+    decodes = worker.role is Role.DECODE and worker.server is worker
+    return decodes and worker.kv_connector == MOONCAKE and may_pair(prefill, worker, mode)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
+from extproc.workers.ranks import MOST_RANKS
+
 _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -87,7 +89,7 @@ class Body(Strict):
     kv_transfer_config: dict[str, Any] | str | None = Field(
         default=None, description="the value of the engine's --kv-transfer-config, as an object or as text"
     )
-    dp_size: Annotated[int, Field(ge=1, le=9999, description="data-parallel ranks; as the label")] | None = None
+    dp_size: Annotated[int, Field(ge=1, le=MOST_RANKS, description="data-parallel ranks; as the label")] | None = None
     max_connection_attempts: _Positive | None = None
     health: Health = Field(default_factory=Health)
     resilience: Resilience = Field(default_factory=Resilience)

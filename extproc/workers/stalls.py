@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from extproc.workers import ranks
 from extproc.workers.worker import Status, Worker
 
 _LOOKS: Final = 4  # at the fleet, in the time after which silence is asked about
@@ -28,7 +29,8 @@ class Stalls:
     """Looks for silent workers among ``workers`` from :meth:`start` to :meth:`stop`.
 
     A long prefill is silent, too, and so is a decode with few long streams: silence leads to a question and to nothing
-    else. ``ask`` puts it, and does what must be done about the answer.
+    else. ``ask`` puts it, and does what must be done about the answer. The data-parallel ranks of a server are looked
+    at together: one that is silent while others answer is left to its circuit breaker.
 
     Args:
         workers: all there are; looked through a few times in ``after``.
@@ -67,11 +69,12 @@ class Stalls:
         now = self._now()
         silent: dict[Worker, _Silence] = {}
         for worker in self._workers:
-            if not worker.load or worker.status is not Status.READY:
+            if worker.status is not Status.READY or worker.server is not worker or not ranks.load(worker):
                 continue
             known = self._silent.get(worker)
-            if known is None or known.answers != worker.answers:
-                known = _Silence(worker.answers, now, self._after)
+            answers = ranks.answers(worker)
+            if known is None or known.answers != answers:
+                known = _Silence(answers, now, self._after)
             elif now - known.since >= known.patience and self._begin(worker):
                 known.since = now
                 known.patience = min(2 * known.patience, _MOST_PATIENT * self._after)

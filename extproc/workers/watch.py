@@ -7,26 +7,33 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from types import MappingProxyType
 
-from extproc.workers import bootstrap, connectors, token_ids
+from extproc.workers import bootstrap, ranks
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
-from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
+from extproc.workers.identify import doubts, identify
+from extproc.workers.metadata import MetadataError, MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.signs_of_life import sign_of_life
-from extproc.workers.worker import Role, Status, Worker
+from extproc.workers.worker import Status, Worker
 
 _RANDOM = secrets.SystemRandom()
+_NONE: Mapping[str, str] = MappingProxyType({})
 _logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Tells the registry where one worker is, how it is and what it is. ``gate`` bounds looks under way at once."""
+    """Tells the registry where one server is, how it is and what it is. ``gate`` bounds looks under way at once.
+
+    Args:
+        worker: the server's entry; of several ranks the first one's.
+    """
 
     def __init__(
         self,
@@ -112,6 +119,10 @@ class Watch:
     def report_failure(self) -> None:
         """Likewise, and ask a worker that has not just said what it is: it may have been restarted."""
         self._count_refusal()
+        self.report_doubt()
+
+    def report_doubt(self) -> None:
+        """The same, of a worker that answers."""
         if time.monotonic() - self._identified_at >= self._pace.doubt:
             self._doubted = True
             self._bring_forward()
@@ -127,15 +138,16 @@ class Watch:
         """No leg is answered: ask the engine for a sign of life, and take the worker out if there is none."""
         if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
             return
-        answers = self._worker.answers
+        answers = ranks.answers(self._worker)
         missing = await self._sign_of_life(self._settings.wedge)
-        if missing and self._worker.answers == answers and self._state.status is Status.READY:
+        if missing and ranks.answers(self._worker) == answers and self._state.status is Status.READY:
             self._wedged = True
-            self._drop(f"wedged: {self._worker.load} legs under way, no answer; {missing}")
+            self._drop(f"wedged: {ranks.load(self._worker)} legs under way, no answer; {missing}")
 
     def _count_refusal(self) -> None:
-        if self._worker.answers != self._answers:
-            self._answers, self._refusals = self._worker.answers, 0
+        answers = ranks.answers(self._worker)
+        if answers != self._answers:
+            self._answers, self._refusals = answers, 0
         self._refusals += 1
         settings = self._settings
         reached = 0 < settings.transport_threshold <= self._refusals
@@ -176,7 +188,7 @@ class Watch:
     async def _look(self) -> None:
         async with self._gate:
             self._reported = self._anew = False
-            if self._doubted:
+            if self._doubted or self._is_to_be_asked_again():
                 self._doubted = False
                 self._forget()
             reason = await self._examine()
@@ -234,26 +246,22 @@ class Watch:
     async def _identify(self) -> None:
         """Ask the worker what it is. One that does not say serves anything, and is asked again."""
         self._identity_tries += 1
+        aware = self._registry.dp_aware
         try:
-            found = await read_metadata(self._get, self._spec.runtime)
+            found = await identify(self._get, self._post, self._spec, token_reuse=self._token_reuse, dp_aware=aware)
         except MetadataError as error:
             self._identity_trouble = f"cannot learn what it serves: {error}"
             return
-        check_kind(self._worker.role, self._spec.kv.connector, found)
-        found = await self._with_token_reuse(found)
         self._identified = True
         self._settled = False
         self._identified_at = time.monotonic()
         self._identity_tries = 0
         self._registry.describe(self._worker, found)
-        self._identity_trouble = self._contradiction(found)
+        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=aware)
 
-    async def _with_token_reuse(self, found: Metadata) -> Metadata:
-        asked = self._token_reuse and self._worker.role is Role.DECODE and found.runtime == "vllm"
-        models = self._spec.model_ids or found.model_ids
-        if not (asked and models and await token_ids.takes_token_ids(self._post, models[0])):
-            return found
-        return replace(found, takes_token_ids=True, labels={**found.labels, token_ids.LABEL: "true"})
+    def _is_to_be_asked_again(self) -> bool:
+        """After a restart that nobody noticed a server may have more ranks; fewer show by a refusal."""
+        return self._registry.dp_aware and time.monotonic() - self._identified_at >= self._pace.ranks
 
     def _may_have_restarted(self) -> bool:
         """Unseen, between two probes. Only Mooncake's decode workers hang on it; others fail, which is reported."""
@@ -269,7 +277,8 @@ class Watch:
         if self._settled and not found.settled:  # what is known holds until asking again has failed too
             self._settled = False
             return
-        self._settled, self._bootstrap_trouble = found.settled, found.trouble
+        unpinned = "" if self._registry.dp_aware else bootstrap.unpinned(found.engines)
+        self._settled, self._bootstrap_trouble = found.settled, "; ".join(filter(None, (found.trouble, unpinned)))
         if self._identified and self._settled:
             self._identity_tries = 0
         await self._refresh.found(self._worker, found.addresses)
@@ -281,14 +290,6 @@ class Watch:
             _logger.warning(trouble, extra={"worker": str(self._worker.url)})
         self._warned = trouble
 
-    def _contradiction(self, found: Metadata) -> str:
-        if self._worker.runtime == "vllm" and (doubt := connectors.doubt(self._worker.kv_connector)):
-            return doubt
-        registered, own = self._spec.bootstrap_port, found.bootstrap_port
-        if self._worker.role is Role.PREFILL and registered is not None and own is not None and registered != own:
-            return f"registered with bootstrap port {registered}, but the server says {own}"
-        return ""
-
     async def _get(self, path: str) -> Answer:
         return await self._get_within(path, self._settings.timeout)
 
@@ -297,13 +298,13 @@ class Watch:
             raise UnreachableError("address not known")
         return await self._client.get(self._worker, path, within=within, ip=self._ip)
 
-    async def _post(self, path: str, body: object) -> Answer:
-        return await self._post_within(path, body, self._settings.timeout)
+    async def _post(self, path: str, body: object, headers: Mapping[str, str] = _NONE) -> Answer:
+        return await self._post_within(path, body, self._settings.timeout, headers)
 
-    async def _post_within(self, path: str, body: object, within: float) -> Answer:
+    async def _post_within(self, path: str, body: object, within: float, headers: Mapping[str, str] = _NONE) -> Answer:
         if self._ip is None:
             raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=within, ip=self._ip)
+        return await self._client.post(self._worker, path, body, within=within, ip=self._ip, headers=headers)
 
     async def _sign_of_life(self, within: float) -> str:
         return await sign_of_life(self._get_within, self._post_within, self._worker, within)

@@ -159,13 +159,18 @@ class Worker:
     cards: tuple[Mapping[str, object], ...] = ()
     # The entries of its own ``/v1/models``, each with an ``id``.
     listed: tuple[Mapping[str, object], ...] = ()
-    dp_rank: int | None = None  # the data-parallel rank that this entry stands for, None for a server as a whole
-    name: str = field(init=False)  # the URL as text, made once
+    # Data parallelism, set by :mod:`extproc.workers.ranks` alone: the rank that this entry stands for, None for a
+    # server as a whole; of how many; and the entries of all ranks of the server, itself among them, in order.
+    dp_rank: int | None = None
+    dp_size: int = 1
+    ranks: tuple[Worker, ...] = field(default=(), repr=False)
+    base_url: str = field(init=False)  # the URL as text, made once
+    name: str = field(init=False)  # the same, with ``@rank`` where there is one
     pairing: Pairing = field(init=False)  # plain, because the request path compares it
     place: Place = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = str(self.url)
+        self.base_url = self.name = str(self.url)
         self.update_pairing()
 
     def update_pairing(self) -> None:
@@ -200,6 +205,11 @@ class Worker:
         self.answers += 1
         if self.breaker.wary:
             self.breaker.succeeded(turn)
+
+    @property
+    def server(self) -> Worker:
+        """The entry that is probed, asked and placed for the whole server: of several ranks the first one's."""
+        return self.ranks[0] if self.ranks else self
 
     @property
     def usable(self) -> bool:

@@ -5,12 +5,15 @@ As a program: starts all three, prints their addresses and keeps them until Ctrl
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import servers
 from servers import MODEL, MODEL_DIRECTORY, Server
 
 BOOTSTRAP_PORT = 31598
+RANKED_BOOTSTRAP_PORT = 31498
+RANKS = 2
 COMMON = (
     *("--host", "127.0.0.1", "--served-model-name", MODEL),
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
@@ -60,6 +63,20 @@ def engines() -> Engines:
         _server("decode", 31311, "--disaggregation-mode", "decode", *TRANSFER),
         _server("aggregated", 31321),
     )
+
+
+def ranked() -> tuple[Server, Server]:
+    """A prefill and a decode server of RANKS data-parallel ranks, not started."""
+    bootstrap = ("--disaggregation-bootstrap-port", str(RANKED_BOOTSTRAP_PORT))
+    ranks = ("--dp-size", str(RANKS))
+    pair = (
+        _server("ranked-prefill", 31401, "--disaggregation-mode", "prefill", *bootstrap, *TRANSFER, *ranks),
+        _server("ranked-decode", 31451, "--disaggregation-mode", "decode", *TRANSFER, *ranks),
+    )
+    cores = [str(rank % (os.cpu_count() or 1)) for rank in range(RANKS)]
+    for server in pair:
+        server.environment = {**server.environment, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}
+    return pair
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ def aggregated() -> VllmServer:
     return _server("aggregated")
 
 
+def ranked() -> VllmServer:
+    """The same, of two data-parallel ranks."""
+    return _server("ranked", "--data-parallel-size", "2", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+
+
 def prefill(connector: str, name: str = "prefill") -> VllmServer:
     """A prefill worker; ``connector`` is a key of CONNECTORS."""
     ports = {"bootstrap_port": free_port()} if connector == "mooncake" else {}

@@ -47,7 +47,7 @@ class MessagesApi(Api):
         body = self._body
         limits = Limits(body.max_tokens, tuple(body.stop_sequences or ()))
         sampling = Sampling(limits, 1, 1.0 if body.temperature is None else body.temperature)
-        spread = Spread(None, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
+        spread = Spread(None, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room, body.ranks)
         return one(chat_prompt(body.messages, body.tools, body.system), sampling, spread, None)
 
     def answer(self, batch: Batch) -> bytes:

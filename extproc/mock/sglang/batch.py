@@ -8,7 +8,7 @@ from typing import Any
 
 from extproc.mock.engine import InternalError, RequestError
 from extproc.mock.generation import CONTEXT, Limits, Prompt
-from extproc.mock.sglang.engine import Batch, LogprobOptions, Room, Sequence, new_rid
+from extproc.mock.sglang.engine import Batch, LogprobOptions, Ranks, Room, Sequence, new_rid
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Spread:
     host: Any
     port: Any
     room: Any
+    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def one(prompt: Prompt, sampling: Sampling, spread: Spread, logprobs: LogprobOpt
     _check(prompt, sampling)
     if isinstance(spread.rid, list):
         raise InternalError("unhashable type: 'list'")
-    room = Room(spread.room, spread.host, spread.port)
+    room = Room(spread.room, spread.host, spread.port, spread.ranks)
     limits, rid = sampling.sample(0), spread.rid or new_rid()
     return Batch([Sequence(prompt=prompt, limits=limits, rid=rid, room=room, logprobs=logprobs)])
 
@@ -60,7 +61,8 @@ def several(
     for index, rid in enumerate(rids):
         number, sample = divmod(index, samples)
         _check(prompts[number], sampling(number))
-        room = Room(_room(spread.room, number), _item(spread.host, number), _item(spread.port, number))
+        host, port = _item(spread.host, number), _item(spread.port, number)
+        room = Room(_room(spread.room, number), host, port, spread.ranks)
         limits = sampling(number).sample(sample)
         sequences.append(
             Sequence(prompt=prompts[number], limits=limits, rid=rid, room=room, logprobs=logprobs(number), index=index)

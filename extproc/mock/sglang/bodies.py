@@ -9,15 +9,28 @@ from typing import Any
 
 from pydantic import BaseModel, Field, StrictInt, field_validator
 
+from extproc.mock.sglang.engine import Ranks
 
-class Routed(BaseModel):
+
+class Ranked(BaseModel):
+    """The fields by which a router chooses data-parallel ranks."""
+
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """What they say."""
+        return Ranks(self.routed_dp_rank, self.data_parallel_rank, self.disagg_prefill_dp_rank)
+
+
+class Routed(Ranked):
     """The fields a router adds."""
 
     bootstrap_host: list[str] | str | None = None
     bootstrap_port: list[int | None] | int | None = None
     bootstrap_room: list[int] | int | None = None
-    routed_dp_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
 
 
 class StreamOptions(BaseModel):
@@ -90,7 +103,7 @@ class Completion(Routed):
         return value
 
 
-class Generate(BaseModel):
+class Generate(Ranked):
     """``POST /generate``."""
 
     rid: list[str] | str | None = None
@@ -106,8 +119,6 @@ class Generate(BaseModel):
     bootstrap_host: list[str | None] | str | None = None
     bootstrap_port: list[int | None] | int | None = None
     bootstrap_room: list[int | None] | int | None = None
-    routed_dp_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
     priority: int | None = None
     return_prompt_token_ids: bool = False
 

@@ -138,7 +138,7 @@ class Control:
         await send(exchange, Reply.json(200, self._identity().model_info()))
 
     async def _server_info(self, exchange: Exchange) -> None:
-        await send(exchange, Reply.json(200, self._identity().server_info(len(self._engine.live))))
+        await send(exchange, Reply.json(200, self._identity().server_info(self._engine.running)))
 
     async def _loads(self, exchange: Exchange) -> None:
         query = parse_qs(exchange.record.query)
@@ -148,7 +148,7 @@ class Control:
             await exchange.reply(500, b"Internal Server Error", TEXT)
             return
         rank = query.get("dp_rank", [""])[-1]
-        found = loads.loads(self._engine, include, int(rank) if rank.isdigit() else None)
+        found = loads.loads(self._engine, self._identity().version, include, int(rank) if rank.isdigit() else None)
         await send(exchange, Reply.json(200, found))
 
 

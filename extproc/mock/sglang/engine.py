@@ -36,12 +36,22 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """What a body says of data-parallel ranks, by the names of its fields."""
+
+    routed: int | None = None
+    former: int | None = None  # ``data_parallel_rank``, which engines before 0.5.10 have alone
+    prefill: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """Where the two legs of a sequence meet, as in the body, types unchecked; ``port`` None: the engine's default."""
 
     number: object = None
     host: object = None
     port: object = None
+    ranks: Ranks = Ranks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +104,44 @@ class Layout:
 
 
 class Engine(engine.Engine[Sequence]):
-    """One engine process."""
+    """One engine process, of ``dp_size`` data-parallel ranks.
 
-    def __init__(self, mode: Mode, patience: Patience, layout: Layout) -> None:
+    Args:
+        one_field: it is older than 0.5.10.
+        dp_attention: ``--enable-dp-attention``. Without it every rank takes itself for rank 0 when it looks at a room.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        patience: Patience,
+        layout: Layout,
+        dp_size: int = 1,
+        *,
+        one_field: bool = False,
+        dp_attention: bool = False,
+    ) -> None:
         super().__init__()
         self.mode = mode
-        self.bootstrap = Bootstrap(layout.compared)
+        self.dp_size = dp_size
+        self._one_field = one_field
+        self._dp_attention = dp_attention
+        self._turn = 0  # of the rank that gets the next request for none
+        self.bootstrap = Bootstrap(layout.compared, dp_size)
         self.prefills = Prefills(layout.compared, patience.death, patience.connect)
         self._patience = patience
+
+    @property
+    def running(self) -> list[int]:
+        """How many requests each rank has."""
+        ranks = [sequence.rank for sequence in self.live.values()]
+        return [ranks.count(rank) for rank in range(self.dp_size)]
 
     def admit(self, batch: Batch) -> None:
         """Take a batch in; raises RequestError where the engine refuses, CrashError where it dies."""
         seen: set[str] = set()
         for sequence in batch.sequences:
+            sequence.rank = self._dispatch(sequence.room)
             if sequence.rid in self.live or sequence.rid in seen:
                 raise RequestError(f"Duplicate request ID detected: {sequence.rid}")
             seen.add(sequence.rid)
@@ -127,16 +162,37 @@ class Engine(engine.Engine[Sequence]):
             if (everything or sequence.rid.startswith(rid)) and stopper is not None and not stopper.done():
                 stopper.set_result(None)
 
-    @property
-    def waiting(self) -> int:
-        """How many sequences wait for their other leg."""
-        return sum(sequence.waiting for sequence in self.live.values())
+    def on(self, rank: int) -> list[Sequence]:
+        """The sequences of a rank."""
+        return [sequence for sequence in self.live.values() if sequence.rank == rank]
 
-    @property
-    def used_tokens(self) -> int:
-        """What the KV cache holds: a decode has taken its place there before anything comes, a prefill has not."""
-        holders = (s for s in self.live.values() if not s.waiting or self.mode is Mode.DECODE)
+    def waiting(self, rank: int) -> int:
+        """How many sequences of a rank wait for their other leg."""
+        return sum(sequence.waiting for sequence in self.on(rank))
+
+    def used_tokens(self, rank: int) -> int:
+        """What a rank's KV cache holds: a decode has taken its place there before anything comes, a prefill has not."""
+        holders = (s for s in self.on(rank) if not s.waiting or self.mode is Mode.DECODE)
         return sum(sequence.prompt.length + sequence.written for sequence in holders)
+
+    def _dispatch(self, room: Room) -> int:
+        """The rank that gets a request: as asked, a prefill's else by its room, a decode's in turn."""
+        told, ranks = room.ranks, self.dp_size
+        rank = told.former if self._one_field or told.routed is None else told.routed
+        if rank is not None and not 0 <= rank < ranks:
+            if self._one_field:  # an IndexError in the process that dispatches
+                raise CrashError
+            raise RequestError(f"routed_dp_rank={rank} out of range [0, {ranks})")
+        if rank is not None:
+            return rank
+        if self.mode is Mode.PREFILL and isinstance(room.number, int):
+            return room.number % ranks
+        self._turn = (self._turn + 1) % ranks
+        return self._turn
+
+    def _source(self, room: Room) -> int | None:
+        """The prefill's rank, as a leg was told it: until 0.5.10 by the field that also chooses the leg's own."""
+        return room.ranks.former if self._one_field else room.ranks.prefill
 
     # --- one sequence ---
 
@@ -208,7 +264,16 @@ class Engine(engine.Engine[Sequence]):
         )
 
     async def _send_kv(self, sequence: Sequence, number: int, pace: Pace) -> None:
-        met = self.bootstrap.enter(number, sequence.prompt.digest)
+        rank = sequence.rank
+        unsaid = not self._one_field and self._source(sequence.room) is None
+        own = rank if self._dp_attention else 0
+        if unsaid and own != number % self.dp_size:
+            raise TransferError(
+                f"follow_bootstrap_room conflict: dispatched to dp_rank {own} but bootstrap_room {number} implies "
+                f"dp_rank {number % self.dp_size}. Set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 to allow "
+                "mixed routing."
+            )
+        met = self.bootstrap.enter(number, rank, sequence.prompt.digest)
         try:
             await self._unless_stopped(sequence, met)
             if number > LARGEST_ROOM:
@@ -217,15 +282,15 @@ class Engine(engine.Engine[Sequence]):
                 await sequence.sleep(pace.first_token)
                 if sequence.stopped:
                     raise TransferError(ABORTED)
-                if self.bootstrap.abandoned(number):
+                if self.bootstrap.abandoned(number, rank):
                     raise TransferError(OTHER_SIDE)
-            self.bootstrap.transferred(number)
+            self.bootstrap.transferred(number, rank)
         finally:
-            self.bootstrap.leave(number, met)
+            self.bootstrap.leave(number, rank, met)
 
     async def _receive_kv(self, sequence: Sequence, address: tuple[str, int], number: int) -> None:
         peer = await self.prefills.peer(address)
-        here = peer.want(number, sequence.prompt.digest)
+        here = peer.want(number, self._source(sequence.room), sequence.prompt.digest)
         try:
             await self._unless_stopped(sequence, here)
         except BaseException:

@@ -24,6 +24,8 @@ class Identity:
     port: int
     bootstrap_port: int
     layout: Layout
+    dp_size: int = 1
+    version: str = VERSION
 
     def model_card(self) -> dict[str, Any]:
         """An entry of ``/v1/models``."""
@@ -56,8 +58,8 @@ class Identity:
             "architectures": ["LlamaForCausalLM"],
         }
 
-    def server_info(self, running: int) -> dict[str, Any]:
-        """``/server_info``."""
+    def server_info(self, running: list[int]) -> dict[str, Any]:
+        """``/server_info``; ``running``: requests by rank."""
         return {
             "model_path": self.model,
             "tokenizer_path": self.model,
@@ -67,7 +69,7 @@ class Identity:
             "max_total_tokens": CAPACITY,
             "tp_size": 1,
             "pp_size": 1,
-            "dp_size": 1,
+            "dp_size": self.dp_size,
             "load_balance_method": "follow_bootstrap_room" if self.mode is Mode.PREFILL else "round_robin",
             "host": self.host,
             "port": self.port,
@@ -82,12 +84,13 @@ class Identity:
             "max_req_input_len": CONTEXT - 5,
             "internal_states": [
                 {
-                    "load": running,
+                    "load": load,
                     "last_gen_throughput": 0.0,
                     "effective_max_running_requests_per_dp": MAX_RUNNING,
                     "memory_usage": {"token_capacity": CAPACITY},
                 }
+                for load in running
             ],
-            "version": VERSION,
+            "version": self.version,
             "frontend": "python",
         }

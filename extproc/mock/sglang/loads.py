@@ -7,35 +7,35 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from extproc.mock.sglang.engine import Mode
-from extproc.mock.sglang.info import CAPACITY, MAX_RUNNING, VERSION
+from extproc.mock.sglang.info import CAPACITY, MAX_RUNNING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from extproc.mock.sglang.engine import Engine
 
 SECTIONS = frozenset({"core", "memory", "spec", "lora", "disagg", "queues", "all"})
 
 
-def loads(engine: Engine, include: Collection[str], rank: int | None) -> dict[str, Any]:
+def loads(engine: Engine, version: str, include: Collection[str], rank: int | None) -> dict[str, Any]:
     """``/v1/loads``; ``include`` empty: every section. A ``rank`` that the engine has not: no entry."""
-    found = [] if rank not in (None, 0) else [_entry(engine, include)]
+    found = [_entry(engine, each, include) for each in range(engine.dp_size) if rank in (None, each)]
     return {
         "timestamp": datetime.now(UTC).isoformat(),
-        "version": VERSION,
+        "version": version,
         "accelerator": None,
         "num_accelerators": 1,
         "loads": found,
     }
 
 
-def _entry(engine: Engine, include: Collection[str]) -> dict[str, Any]:
-    waiting, used = engine.waiting, engine.used_tokens
-    pending = sum(s.prompt.length for s in engine.live.values() if s.waiting and engine.mode is not Mode.DECODE)
+def _entry(engine: Engine, rank: int, include: Collection[str]) -> dict[str, Any]:
+    waiting, used = engine.waiting(rank), engine.used_tokens(rank)
+    pending = sum(s.prompt.length for s in engine.on(rank) if s.waiting and engine.mode is not Mode.DECODE)
     entry: dict[str, Any] = {
         "timestamp": time.time(),
-        "dp_rank": 0,
-        "num_running_reqs": len(engine.live) - waiting,
+        "dp_rank": rank,
+        "num_running_reqs": engine.running[rank] - waiting,
         "num_waiting_reqs": waiting,
         "num_waiting_uncached_tokens": 0,
         "num_used_tokens": used,
@@ -76,14 +76,20 @@ def _disaggregation(mode: Mode, waiting: int) -> dict[str, Any]:
 
 def metrics(engine: Engine, model: str) -> bytes:
     """``/metrics`` (the engine has it only with ``--enable-metrics``)."""
-    labels = f'engine_type="{engine.mode.value}",model_name="{model}",moe_ep_rank="0",pp_rank="0",tp_rank="0"'
-    figures = (
-        ("num_running_reqs", "gauge", len(engine.live) - engine.waiting),
-        ("num_queue_reqs", "gauge", 0),  # those that wait for their other leg are in other queues
-        ("num_used_tokens", "gauge", engine.used_tokens),
-        ("token_usage", "gauge", round(engine.used_tokens / CAPACITY, 4)),
-        ("max_total_num_tokens", "gauge", CAPACITY),
-        ("num_requests_total", "counter", engine.admitted),
+    common = f'engine_type="{engine.mode.value}",model_name="{model}",moe_ep_rank="0",pp_rank="0",tp_rank="0"'
+    ranks = range(engine.dp_size)
+    labels = [common + (f',dp_rank="{rank}"' if len(ranks) > 1 else "") for rank in ranks]
+    used = [engine.used_tokens(rank) for rank in ranks]
+    figures: tuple[tuple[str, str, Sequence[float]], ...] = (
+        ("num_running_reqs", "gauge", [engine.running[rank] - engine.waiting(rank) for rank in ranks]),
+        ("num_queue_reqs", "gauge", [0 for _ in ranks]),  # those that wait for their other leg are in other queues
+        ("num_used_tokens", "gauge", used),
+        ("token_usage", "gauge", [round(tokens / CAPACITY, 4) for tokens in used]),
+        ("max_total_num_tokens", "gauge", [CAPACITY for _ in ranks]),
+        ("num_requests_total", "counter", [engine.admitted]),  # of the HTTP server's process
     )
-    lines = (f"# TYPE sglang:{name} {kind}\nsglang:{name}{{{labels}}} {float(value)}" for name, kind, value in figures)
+    lines = []
+    for name, kind, values in figures:
+        lines.append(f"# TYPE sglang:{name} {kind}")
+        lines += [f"sglang:{name}{{{labels[rank]}}} {float(value)}" for rank, value in enumerate(values)]
     return ("\n".join(lines) + "\n").encode()

@@ -79,9 +79,7 @@ class GenerateApi(Api):
     def batch(self) -> Batch:
         """The sequences asked for."""
         body = self._body
-        if body.routed_dp_rank:
-            raise RequestError(f"routed_dp_rank={body.routed_dp_rank} out of range [0, 1)")
-        spread = Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
+        spread = Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room, body.ranks)
         prompts = self._prompts()
         if isinstance(prompts, Prompt):
             batch = one(prompts, self._sampling(0), spread, self._options(0))

@@ -19,7 +19,7 @@ from extproc.mock.sglang.engine import Batch, LogprobOptions, Mode, Sequence
 
 def spread(body: bodies.Chat | bodies.Completion) -> Spread:
     """The fields that may be lists."""
-    return Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
+    return Spread(body.rid, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room, body.ranks)
 
 
 class _OpenAiApi(Api):

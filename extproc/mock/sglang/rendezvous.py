@@ -2,8 +2,11 @@
 
 The prefill listens on its bootstrap port. A decode opens one connection per prefill and speaks lines:
 
-    decode → prefill   ``layout <words>``   ``want <room> <digest>``   ``drop <room>``
-    prefill → decode   ``done <room>``      ``fail <room> <reason>``   ``unlike <words>``
+    decode → prefill   ``layout <words>``   ``want <room> <digest> [<rank>]``   ``drop <room>``
+    prefill → decode   ``done <room>``      ``fail <room> <reason>``            ``unlike <words>``
+
+The decode wants the cache of one of the prefill's data-parallel ranks: the one it was told, else the one that the room
+implies. A prefill leg on another rank is never heard of.
 
 What happens when a leg is missing, late, doubled or aborted is what was seen on 0.5.23; above all: a prefill that gives
 up tells nobody, and its decode waits on. The digest tells the prompts of the two legs apart: the engine does not check
@@ -42,6 +45,8 @@ class UnreachableError(TransferError):
 
 # --- the prefill's side ---
 
+_Key = tuple[int, int]  # a room's number, and the rank that it is on
+
 
 @dataclass(slots=True, eq=False)
 class _Room:
@@ -74,9 +79,11 @@ class _DecodePeer(Lines):
         """A word from the decode."""
         word, *rest = line.split()
         if word == "want":
-            self._host.decode_came(self, int(rest[0]), int(rest[1]))
+            number = int(rest[0])
+            rank = int(rest[2]) if len(rest) > 2 else self._host.implied(number)
+            self._host.decode_came(self, (number, rank), int(rest[1]))
         elif word == "drop":
-            self._host.decode_left(self, int(rest[0]))
+            self._host.decode_dropped(self, int(rest[0]))
         elif word == "layout":
             if rest != self._host.layout.split():
                 self.send(f"unlike {self._host.layout}")
@@ -86,13 +93,14 @@ class _DecodePeer(Lines):
 
 
 class Bootstrap:
-    """A prefill's rooms, and the server that lets decodes in."""
+    """A prefill's rooms, by number and rank, and the server that lets decodes in."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout: str, dp_size: int = 1) -> None:
         self.layout = layout
         self.peers: set[_DecodePeer] = set()
-        self.rooms: dict[int, _Room] = {}
-        self.dropped: dict[int, None] = {}  # rooms that a decode has left before a prefill leg came
+        self.rooms: dict[_Key, _Room] = {}
+        self.dropped: dict[_Key, None] = {}  # rooms that a decode has left before a prefill leg came
+        self._dp_size = dp_size
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -109,66 +117,77 @@ class Bootstrap:
         for peer in list(self.peers):
             peer.transport.abort()
 
-    def enter(self, number: int, digest: int) -> Future[None]:
+    def enter(self, number: int, rank: int, digest: int) -> Future[None]:
         """A prefill leg waits in a room: done when a decode is there, TransferError if none will come."""
         future: Future[None] = asyncio.get_running_loop().create_future()
-        if self.dropped.pop(number, 0) is None:
+        key = number, rank
+        if self.dropped.pop(key, 0) is None:
             future.set_exception(TransferError(OTHER_SIDE))
             return future
-        room = self.rooms.setdefault(number, _Room())
+        room = self.rooms.setdefault(key, _Room())
         room.legs.append(future)
         room.digest = digest
-        self._meet(number, room)
+        self._meet(key, room)
         return future
 
-    def transferred(self, number: int) -> None:
+    def transferred(self, number: int, rank: int) -> None:
         """A prefill leg has sent the KV cache: the decode goes on, the room is free again."""
-        room = self.rooms.get(number)
+        key = number, rank
+        room = self.rooms.get(key)
         if room is not None and room.decode is not None:
             room.decode.send(f"done {number}")
             room.decode = None
-            self._forget_if_empty(number, room)
+            self._forget_if_empty(key, room)
 
-    def leave(self, number: int, future: Future[None]) -> None:
+    def leave(self, number: int, rank: int, future: Future[None]) -> None:
         """A prefill leg is over. A decode in the room is told nothing."""
-        room = self.rooms.get(number)
+        key = number, rank
+        room = self.rooms.get(key)
         if room is not None and future in room.legs:
             room.legs.remove(future)
-            self._forget_if_empty(number, room)
+            self._forget_if_empty(key, room)
 
-    def decode_came(self, peer: _DecodePeer, number: int, digest: int) -> None:
+    def implied(self, number: int) -> int:
+        """The rank of a room whose decode was told none."""
+        return number % self._dp_size
+
+    def decode_came(self, peer: _DecodePeer, key: _Key, digest: int) -> None:
         """A decode wants the KV cache of a room. It takes the place of one that is there already."""
-        room = self.rooms.setdefault(number, _Room())
+        room = self.rooms.setdefault(key, _Room())
         room.decode, room.wanted, room.abandoned = peer, digest, False
-        self._meet(number, room)
+        self._meet(key, room)
 
-    def decode_left(self, peer: _DecodePeer, number: int) -> None:
+    def decode_dropped(self, peer: _DecodePeer, number: int) -> None:
         """A decode leg was aborted."""
-        room = self.rooms.get(number)
+        for key in [key for key in self.rooms if key[0] == number]:
+            self._decode_left(peer, key)
+
+    def _decode_left(self, peer: _DecodePeer, key: _Key) -> None:
+        room = self.rooms.get(key)
         if room is None or room.decode is not peer:
             return
         room.decode, room.abandoned = None, True
         if not room.legs:
-            self.dropped[number] = None
+            self.dropped[key] = None
             while len(self.dropped) > _TOMBSTONES:
                 del self.dropped[next(iter(self.dropped))]
         for leg in room.legs:
             if not leg.done():
                 leg.set_exception(TransferError(OTHER_SIDE))
-        self._forget_if_empty(number, room)
+        self._forget_if_empty(key, room)
 
-    def abandoned(self, number: int) -> bool:
+    def abandoned(self, number: int, rank: int) -> bool:
         """Whether the decode has left a room before it was served."""
-        room = self.rooms.get(number)
+        room = self.rooms.get((number, rank))
         return room is not None and room.abandoned
 
     def decode_died(self, peer: _DecodePeer) -> None:
         """A decode's process has gone: nothing comes of the legs it was to meet."""
         self.peers.discard(peer)
-        for number in [number for number, room in self.rooms.items() if room.decode is peer]:
-            self.decode_left(peer, number)
+        for key in [key for key, room in self.rooms.items() if room.decode is peer]:
+            self._decode_left(peer, key)
 
-    def _meet(self, number: int, room: _Room) -> None:
+    def _meet(self, key: _Key, room: _Room) -> None:
         if room.decode is None or not room.legs:
             return
         same = room.digest == room.wanted
@@ -176,12 +195,12 @@ class Bootstrap:
             if not leg.done():
                 leg.set_result(None) if same else leg.set_exception(TransferError(_MISMATCH))
         if not same:
-            room.decode.send(f"fail {number} {_MISMATCH}")
+            room.decode.send(f"fail {key[0]} {_MISMATCH}")
             room.decode = None
 
-    def _forget_if_empty(self, number: int, room: _Room) -> None:
+    def _forget_if_empty(self, key: _Key, room: _Room) -> None:
         if not room.legs and room.decode is None:
-            self.rooms.pop(number, None)
+            self.rooms.pop(key, None)
 
 
 # --- the decode's side ---
@@ -202,14 +221,17 @@ class PrefillPeer(Lines):
         super().connection_made(transport)
         self.send(f"layout {self._owner.layout}")
 
-    def want(self, room: int, digest: int) -> Future[None]:
-        """Ask for the KV cache in a room; done when it is here. An earlier leg in the same room is never served."""
+    def want(self, room: int, rank: int | None, digest: int) -> Future[None]:
+        """Ask for the KV cache in a room, on a rank or on the one that it implies; done when it is here.
+
+        An earlier leg in the same room is never served.
+        """
         future: Future[None] = asyncio.get_running_loop().create_future()
         if self._unlike:
             future.set_exception(CrashError())
             return future
         self.waiting[room] = future
-        self.send(f"want {room} {digest}")
+        self.send(f"want {room} {digest}" if rank is None else f"want {room} {digest} {rank}")
         return future
 
     def drop(self, room: int, future: Future[None]) -> None:

@@ -44,7 +44,7 @@ class ResponsesApi(Api):
         """The sequences asked for."""
         body = self._body
         sampling = Sampling(Limits(body.max_output_tokens), 1, 0.7 if body.temperature is None else body.temperature)
-        spread = Spread(self._id, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
+        spread = Spread(self._id, body.bootstrap_host, body.bootstrap_port, body.bootstrap_room, body.ranks)
         text = body.input if isinstance(body.input, str) else "".join(_item_text(item) for item in body.input)
         return one(Prompt(f"{body.instructions or ''}<user>{text}<assistant>"), sampling, spread, None)
 

@@ -13,7 +13,7 @@ from extproc.mock.sglang.anthropic import MessagesApi, error_reply
 from extproc.mock.sglang.api import Api, error, in_full, in_short, parse_v1
 from extproc.mock.sglang.control import Control
 from extproc.mock.sglang.engine import Engine, Layout, Mode, Patience
-from extproc.mock.sglang.info import Identity
+from extproc.mock.sglang.info import VERSION, Identity
 from extproc.mock.sglang.native import GenerateApi
 from extproc.mock.sglang.openai import ChatApi, CompletionApi
 from extproc.mock.sglang.responses import ResponsesApi
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from extproc.mock.faults import Fault, Rule
 
 _MODES = {"prefill": Mode.PREFILL, "decode": Mode.DECODE, "regular": Mode.REGULAR}
+_TWO_FIELDS = (0, 5, 10)  # from which on the prefill's rank has a field of its own
 _CORS = (("vary", "Origin"),)
 
 
@@ -33,8 +34,9 @@ class SglangMock(MockWorker):
     ``role`` is ``prefill``, ``decode`` or ``regular`` (an aggregated worker); ``tokens`` the length of an answer that
     nothing limits. Times are in seconds: ``first_token_delay`` is the prefill's work, ``health_delay`` what ``/health``
     takes (1 s on the real engine), ``disconnect_delay`` how long a request works on whose client left before anything
-    was sent (up to 4 s there); for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see ``Patience``. A decode
-    dies of a prefill whose cache has another ``layout``.
+    was sent (up to 4 s there); ``dp_size`` is the number of data-parallel ranks, with ``dp_attention`` or without, for
+    which a ``version`` before 0.5.10 knows one field; for ``death_delay``, ``connect_timeout`` and ``wait_timeout`` see
+    ``Patience``. A decode dies of a prefill whose cache has another ``layout``.
     """
 
     inference_paths = frozenset(
@@ -57,6 +59,9 @@ class SglangMock(MockWorker):
         port: int = 0,
         bootstrap_port: int = 0,
         model: str = "tiny",
+        dp_size: int = 1,
+        dp_attention: bool = False,
+        version: str = VERSION,
         tokens: int = 16,
         first_token_delay: float = 0.0,
         token_delay: float = 0.0,
@@ -76,8 +81,13 @@ class SglangMock(MockWorker):
         self.role = role
         self.model = model
         self.bootstrap_port = bootstrap_port
+        self.version = version
         self.layout = layout or Layout()
-        self.engine = Engine(_MODES[role], Patience(death_delay, connect_timeout, wait_timeout), self.layout)
+        one_field = tuple(int(part) for part in version.split(".")[:3]) < _TWO_FIELDS
+        patience = Patience(death_delay, connect_timeout, wait_timeout)
+        self.engine = Engine(
+            _MODES[role], patience, self.layout, dp_size, one_field=one_field, dp_attention=dp_attention
+        )
         self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens), disconnect_delay)
         self._control = Control(self.engine, self._identity, health_delay)
         self._routes = {
@@ -118,7 +128,17 @@ class SglangMock(MockWorker):
         self.engine.prefills.kill()
 
     def _identity(self) -> Identity:
-        return Identity(self.engine.mode, self.model, self.host, self.port, self.bootstrap_port, self.layout)
+        engine = self.engine
+        return Identity(
+            engine.mode,
+            self.model,
+            self.host,
+            self.port,
+            self.bootstrap_port,
+            self.layout,
+            dp_size=engine.dp_size,
+            version=self.version,
+        )
 
     async def _handle(self, exchange: Exchange) -> None:
         record = exchange.record

@@ -56,6 +56,7 @@ class Api(api.Api[Sequence]):
     """How one endpoint words its answers."""
 
     prompt_head = True
+    reads_rank = True  # the header that names a data-parallel rank
     frees_when_refused = True  # the prefill is told to free the blocks of a request that is refused
 
     def __init__(self, context: Context, body: bodies.Routed) -> None:
@@ -68,6 +69,15 @@ class Api(api.Api[Sequence]):
     def options(self) -> Options:
         """How the engine is set up."""
         return self.context.options
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank asked for; what is no number is none."""
+        given = self.context.record.header("x-data-parallel-rank") if self.reads_rank else None
+        try:
+            return None if given is None else int(given)
+        except ValueError:
+            return None
 
     def refusal(self, message: str) -> Reply:
         """Where the engine refuses the request."""
@@ -124,6 +134,7 @@ class Api(api.Api[Sequence]):
             ids_in=[token for token, _ in prompt.tokens()],
             handoff=None if self.handoff is None else dict(self.handoff),
             record=self.context.record,
+            wanted_rank=self.rank,
         )
 
 

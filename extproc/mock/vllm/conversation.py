@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from extproc.mock.generation import VOCABULARY, Prompt
 from extproc.mock.vllm import checks
 from extproc.mock.vllm.api import Api, RefusedError
 
+if TYPE_CHECKING:
+    from extproc.mock.recorder import Record
+
 _KEY = "prompt_token_ids"
 _PARAM = f"kv_transfer_params.{_KEY}"
 _MALFORMED = f"`kv_transfer_params['{_KEY}']` must be a non-empty list of non-negative integers."
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
+_RANK, _NO_RANK = "x-data-parallel-rank", "1000000"
 _PROBE = re.compile(rb'"prompt_token_ids"\s*:\s*\[\s*\]')
 
 
-def is_probe(body: bytes) -> bool:
-    """Whether a request only asks if the worker knows the key: an empty list is refused by one that does."""
-    return _PROBE.search(body) is not None
+def is_probe(record: Record) -> bool:
+    """Whether a request only asks what the worker is.
+
+    It asks if it knows the key: an empty list is refused by one that does; or how many ranks it has, by one that no
+    worker has.
+    """
+    return _PROBE.search(record.body) is not None or record.header(_RANK) == _NO_RANK
 
 
 def prompt_of(api: Api, own: Prompt, contents: Collection[Any], *, echo: bool = False) -> Prompt:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from extproc.mock import engine
-from extproc.mock.engine import Pace
+from extproc.mock.engine import Pace, RequestError
 from extproc.mock.generation import CONTEXT, END_OF_TEXT, Prompt, Text, write
 from extproc.mock.vllm.blocks import Blocks, Pins
 from extproc.mock.vllm.metrics import Metric
@@ -50,6 +50,7 @@ class Options:
 
     model: str = "mock-model"
     root: str | None = None  # what ``/v1/models`` calls the model's directory
+    dp_size: int = 1  # --data-parallel-size: engine cores behind one server
     max_model_len: int = CONTEXT
     block_size: int = 16
     blocks: int = 16_384
@@ -78,6 +79,7 @@ class Sequence(engine.Sequence):
     ids_in: list[int] = field(default_factory=list)  # the prompt as tokens
     min_tokens: int = 0
     handoff: dict[str, Any] | None = None  # kv_transfer_params, as they came
+    wanted_rank: int | None = None  # None: the engine chooses
     reads_cache: bool = True  # False: prompt logprobs are wanted, so every token of the prompt is computed
     record: Record | None = None
     blocks: list[int] = field(default_factory=list)
@@ -123,12 +125,12 @@ class Connector(ABC):
         """Whether parameters that ask for a remote prefill lack what it takes."""
 
     @abstractmethod
-    async def load(self, params: dict[str, Any]) -> int:
-        """Fetch the KV cache: the digest of the prompt that it was computed from; raises LoadError."""
+    async def load(self, params: dict[str, Any], rank: int) -> int:
+        """Fetch the KV cache for a rank: the digest of the prompt that it was computed from; raises LoadError."""
 
     @abstractmethod
-    def release_remote(self, params: dict[str, Any]) -> None:
-        """Let the prefill free its blocks without fetching them. Raises CrashError."""
+    def release_remote(self, params: dict[str, Any], rank: int) -> None:
+        """Have a rank let the prefill free its blocks without fetching them. Raises CrashError."""
 
     @abstractmethod
     def finished(self, sequence: Sequence) -> dict[str, Any] | None:
@@ -159,6 +161,19 @@ class Engine(engine.Engine[Sequence]):
         self.connector: Connector | None = None
         self.totals = Totals()
         self._loads: set[asyncio.Task[int]] = set()
+        self._turn = 0  # of the rank that gets the next request for none
+
+    def admit(self, batch: Batch) -> None:
+        """Take a batch in; raises RequestError where the engine refuses, CrashError where it dies."""
+        ranks = self.options.dp_size
+        for sequence in batch.sequences:
+            wanted = sequence.wanted_rank
+            if wanted is not None and not 0 <= wanted < ranks:
+                raise RequestError(f"data_parallel_rank {wanted} is out of range [0, {ranks}).")
+            if wanted is None:
+                self._turn = (self._turn + 1) % ranks
+            sequence.rank = self._turn if wanted is None else wanted
+        super().admit(batch)
 
     def abort(self, external: list[str]) -> None:
         """End live requests by the ids that clients know, as ``/inference/v1/abort_requests`` does."""
@@ -166,10 +181,10 @@ class Engine(engine.Engine[Sequence]):
             if sequence.external in external and sequence.stopper is not None and not sequence.stopper.done():
                 sequence.stopper.set_result(None)
 
-    def reject(self, params: dict[str, Any] | None) -> None:
+    def reject(self, params: dict[str, Any] | None, rank: int | None = None) -> None:
         """A request is refused before it reaches the core: the prefill need not keep its blocks; raises CrashError."""
         if self.connector is not None and params and params.get("do_remote_prefill"):
-            self.connector.release_remote(params)
+            self.connector.release_remote(params, rank or 0)
 
     def release(self, batch: Batch) -> None:
         """Forget a batch, finished or not."""
@@ -186,10 +201,10 @@ class Engine(engine.Engine[Sequence]):
         self.pins.clear()
         return loads if self.connector is None else [*loads, *self.connector.stop()]
 
-    @property
-    def loading(self) -> int:
-        """How many requests wait for a KV cache."""
-        return sum(sequence.loading for sequence in self.live.values())
+    def requests(self, rank: int) -> tuple[int, int]:
+        """How many requests of a rank run, and how many wait for a KV cache."""
+        loading = [sequence.loading for sequence in self.live.values() if sequence.rank == rank]
+        return len(loading) - sum(loading), sum(loading)
 
     async def _begin(self, sequence: Sequence, pace: Pace) -> bool:
         options = self.options
@@ -249,14 +264,14 @@ class Engine(engine.Engine[Sequence]):
             self._mark(sequence, Kv.RECOMPUTED)
             return None
         if not sequence.reads_cache:
-            connector.release_remote(params)
+            connector.release_remote(params, sequence.rank)
             self._mark(sequence, Kv.RECOMPUTED)
             return None
         return await self._load(connector, sequence, params)
 
     async def _load(self, connector: Connector, sequence: Sequence, params: dict[str, Any]) -> int | None:
         sequence.loading = True
-        loading = asyncio.get_running_loop().create_task(connector.load(params))
+        loading = asyncio.get_running_loop().create_task(connector.load(params, sequence.rank))
         self._loads.add(loading)
         loading.add_done_callback(self._loads.discard)
         try:
@@ -325,6 +340,11 @@ class Totals:
         """A request is over."""
         self.generated += sequence.written
         self.ends[str((sequence.finish or {}).get("type"))] += 1
+
+
+def core_id(engine_id: str, rank: int, dp_size: int) -> str:
+    """The id of a rank's engine core (0.32, ``v1/engine/core.py``, ``run_engine_core``)."""
+    return f"{engine_id}_dp{rank}" if dp_size > 1 else engine_id
 
 
 def new_id(digits: int = 16) -> str:

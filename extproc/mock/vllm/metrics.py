@@ -11,25 +11,35 @@ if TYPE_CHECKING:
 
 
 class Metric(NamedTuple):
-    """One line; ``suffix`` makes it a part of a histogram."""
+    """One line, of one data-parallel rank; ``suffix`` makes it a part of a histogram."""
 
     family: str
     kind: str
     value: float
     labels: str = ""
     suffix: str = ""
+    rank: int = 0
 
 
 def text(engine: Engine, names: Collection[str] | None = None) -> bytes:
     """The exposition; only of ``names``, where there are any."""
-    totals = engine.totals
-    loading = engine.loading
+    totals, options = engine.totals, engine.options
+    layout = (
+        f',block_size="{options.block_size}",cache_dtype="{options.cache_dtype}",num_gpu_blocks="{engine.blocks.count}"'
+    )
+    ranks = range(options.dp_size)
+    running, loading = zip(*(engine.requests(rank) for rank in ranks), strict=True)
     found = [
-        Metric("num_requests_running", "gauge", len(engine.live) - loading),
-        Metric("num_requests_waiting", "gauge", loading),
-        Metric("num_requests_waiting_by_reason", "gauge", 0, ',reason="capacity"'),
-        Metric("num_requests_waiting_by_reason", "gauge", loading, ',reason="deferred"'),
-        Metric("kv_cache_usage_perc", "gauge", engine.blocks.usage),
+        *(Metric("num_requests_running", "gauge", running[rank], rank=rank) for rank in ranks),
+        *(Metric("num_requests_waiting", "gauge", loading[rank], rank=rank) for rank in ranks),
+        *(Metric("num_requests_waiting_by_reason", "gauge", 0, ',reason="capacity"', rank=rank) for rank in ranks),
+        *(
+            Metric("num_requests_waiting_by_reason", "gauge", loading[rank], ',reason="deferred"', rank=rank)
+            for rank in ranks
+        ),
+        # All ranks take their blocks from one pool here.
+        *(Metric("kv_cache_usage_perc", "gauge", engine.blocks.usage, rank=rank) for rank in ranks),
+        *(Metric("cache_config_info", "gauge", 1, layout, rank=rank) for rank in ranks),
         Metric("prefix_cache_queries_total", "counter", totals.local_queries),
         Metric("prefix_cache_hits_total", "counter", totals.local_hits),
         Metric("external_prefix_cache_queries_total", "counter", totals.queries),
@@ -37,11 +47,6 @@ def text(engine: Engine, names: Collection[str] | None = None) -> bytes:
         Metric("prompt_tokens_total", "counter", totals.prompt),
         Metric("generation_tokens_total", "counter", totals.generated),
     ]
-    options = engine.options
-    layout = (
-        f',block_size="{options.block_size}",cache_dtype="{options.cache_dtype}",num_gpu_blocks="{engine.blocks.count}"'
-    )
-    found.append(Metric("cache_config_info", "gauge", 1, layout))
     for reason, count in totals.ends.items():
         found.append(Metric("request_success_total", "counter", count, f',finished_reason="{reason}"'))
     if engine.connector is not None:
@@ -55,6 +60,6 @@ def text(engine: Engine, names: Collection[str] | None = None) -> bytes:
         if name != told:
             lines.append(f"# TYPE {name} {metric.kind}")
             told = name
-        labels = f'engine="0",model_name="{engine.options.model}"{metric.labels}'
+        labels = f'engine="{metric.rank}",model_name="{options.model}"{metric.labels}'
         lines.append(f"{name}{metric.suffix}{{{labels}}} {float(metric.value)}")
     return ("\n".join(lines) + "\n").encode()

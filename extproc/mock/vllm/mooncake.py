@@ -6,6 +6,8 @@ waits for nobody (0.32, ``distributed/kv_transfer/kv_connector/v1/mooncake``). A
 fails soon; one that knows it waits, whether or not the prefill's process still lives: ZeroMQ tells it nothing.
 Lines between the two processes (``peers``): ``want <number> <transfer id>``, which is answered when the prefill is
 finished; a prefill attends to 20 of them at a time, in the order they come, those that ask in vain among them.
+Each data-parallel rank of a prefill listens for itself and has its own caches alone, and each of a decode asks for the
+way itself.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,7 +28,7 @@ from extproc.mock.exchange import Exchange
 from extproc.mock.faults import Faults
 from extproc.mock.http_server import HttpServer
 from extproc.mock.recorder import Outcome, Recorder
-from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence
+from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence, core_id
 from extproc.mock.vllm.peers import Listener, LoadError, LostError, Peers
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ class _Want(NamedTuple):
     """A decode that waits for a transfer."""
 
     transfer: str
+    rank: int  # on which it is sought
     peer: Lines
     number: str
     timer: asyncio.TimerHandle  # gives up
@@ -59,20 +63,24 @@ class Mooncake(Connector):
         self.port = 0
         self._on_change = on_change  # called when a decode wants something, or no longer does
         self.peers = Peers()
-        self.listener = Listener(self._hear, self._forget)
-        self.bootstrap = Bootstrap(engine_id)
+        ranks = range(engine.options.dp_size)
+        self.listeners = [Listener(partial(self._hear, rank), self._forget) for rank in ranks]
+        self.bootstrap = Bootstrap([core_id(engine_id, rank, len(ranks)) for rank in ranks])
         self.searching = 0  # who asks a bootstrap server for the way
         self.deaf = False  # whoever asks waits, as for a process that is gone
         self._engine = engine
         self._waiting: list[_Want] = []  # in the order they came
-        self._known: dict[str, tuple[str, int]] = {}  # engine ids and where their workers are
+        self._held: dict[str, int] = {}  # transfers whose caches are kept, and on which rank
+        # Engine ids and where their workers are, by the rank that has asked.
+        self._known: list[dict[str, tuple[str, int]]] = [{} for _ in ranks]
         self._pulls: dict[str, asyncio.Task[int]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, host: str, port: int) -> None:
         """Listen for decodes."""
-        self.port = await self.listener.start(host, port)
-        self.bootstrap.worker = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
+        ports = [await listener.start(host, 0 if rank else port) for rank, listener in enumerate(self.listeners)]
+        self.port = ports[0]
+        self.bootstrap.workers = [f"tcp://{f'[{host}]' if ':' in host else host}:{own}" for own in ports]
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -81,7 +89,8 @@ class Mooncake(Connector):
 
     def stop(self) -> list[asyncio.Task[Any]]:
         """Break every connection."""
-        self.listener.stop()
+        for listener in self.listeners:
+            listener.stop()
         self.peers.close()
         for want in self._waiting:
             want.timer.cancel()
@@ -105,10 +114,10 @@ class Mooncake(Connector):
         """Whether parameters that ask for a remote prefill lack what it takes."""
         return not all(name in params for name in _REMOTE)
 
-    async def load(self, params: dict[str, Any]) -> int:
+    async def load(self, params: dict[str, Any], rank: int) -> int:
         """Ask the prefill for the KV cache of the transfer."""
         transfer = str(params["transfer_id"])
-        address = await self._worker(str(params["remote_engine_id"]), str(params["remote_bootstrap_addr"]))
+        address = await self._worker(rank, str(params["remote_engine_id"]), str(params["remote_bootstrap_addr"]))
         pull = self._pulls.get(transfer)
         if pull is None:  # sequences of one request go in one message there, and all get what comes
             pull = self._pulls[transfer] = asyncio.get_running_loop().create_task(self._pull(address, transfer))
@@ -135,12 +144,12 @@ class Mooncake(Connector):
         if not pull.cancelled():
             pull.exception()  # who wanted it may have left
 
-    def release_remote(self, params: dict[str, Any]) -> None:
+    def release_remote(self, params: dict[str, Any], rank: int) -> None:
         """The blocks are asked for, so that they get free; without an address this is a ``KeyError`` in the core."""
         if self._engine.role is Role.PREFILL or ("transfer_id" in params and self.incomplete(params)):
             raise CrashError
         if "transfer_id" in params:
-            task = asyncio.get_running_loop().create_task(self._fetch_in_vain(params))
+            task = asyncio.get_running_loop().create_task(self._fetch_in_vain(params, rank))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -150,58 +159,64 @@ class Mooncake(Connector):
         transfer = params.get("transfer_id")
         if params.get("do_remote_decode") and transfer and sequence.capped:
             engine = self._engine
+            self._held[str(transfer)] = sequence.rank
             engine.pins.hold(str(transfer), sequence.blocks, sequence.digest)
             sequence.blocks = []
             self._serve()
         return None
 
-    async def _fetch_in_vain(self, params: dict[str, Any]) -> None:
+    async def _fetch_in_vain(self, params: dict[str, Any], rank: int) -> None:
         with contextlib.suppress(LoadError):
-            await self.load(params)
+            await self.load(params, rank)
 
-    async def _worker(self, engine_id: str, bootstrap: str) -> tuple[str, int]:
-        if engine_id not in self._known:
+    async def _worker(self, rank: int, engine_id: str, bootstrap: str) -> tuple[str, int]:
+        known = self._known[rank if rank < len(self._known) else 0]
+        if engine_id not in known:
             self.searching += 1
             try:
-                await self._search(bootstrap)
+                known.update(await _search(bootstrap))
             finally:
                 self.searching -= 1
-        if engine_id not in self._known:
+        if engine_id not in known:
             raise LoadError(f"remote engine_id {engine_id} not found from bootstrap server {bootstrap}")
-        return self._known[engine_id]
+        return known[engine_id]
 
     async def meet(self, bootstrap: str) -> None:
-        """Know the way to a prefill by its bootstrap server's address, as after a first request."""
-        self._known.update(await _query(bootstrap))
+        """Know the way to a prefill by its bootstrap server's address, as after a first request to each rank."""
+        found = await _query(bootstrap)
+        for known in self._known:
+            known.update(found)
 
-    async def _search(self, bootstrap: str) -> None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                self._known.update(await _query(bootstrap))
-                return
-            except (aiohttp.ClientError, ValueError):
-                if attempt < _ATTEMPTS - 1:
-                    await asyncio.sleep(_RETRY)
-
-    def _hear(self, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
+    def _hear(self, rank: int, peer: Lines, word: str, number: str, arguments: list[str]) -> None:
         if word != "want" or self.deaf:
             return
         transfer = arguments[0]
         lease = self._engine.options.lease
         timer = asyncio.get_running_loop().call_later(lease, self._give_up, peer, number)
-        self._waiting.append(_Want(transfer, peer, number, timer))
+        self._waiting.append(_Want(transfer, rank, peer, number, timer))
         self._on_change()
         self._serve()
 
     def _serve(self) -> None:
         """Send to the decodes that are attended to and whose cache is there; others may be attended to then."""
         pins = self._engine.pins
-        while ready := [want for want in self._waiting[:_SENDERS] if pins.digest(want.transfer) is not None]:
+        while ready := [want for want in self._attended_to() if self._is_there(want)]:
             for want in ready:
                 want.peer.send(f"kv {want.number} {pins.digest(want.transfer)}")
             self._drop(ready)
             for transfer in {want.transfer for want in ready}:
                 pins.release(transfer)
+                self._held.pop(transfer, None)
+
+    def _attended_to(self) -> list[_Want]:
+        """The first in the line of each rank."""
+        ranks = range(len(self.listeners))
+        lines = [[want for want in self._waiting if want.rank == rank] for rank in ranks]
+        return [want for line in lines for want in line[:_SENDERS]]
+
+    def _is_there(self, want: _Want) -> bool:
+        """Whether the rank that is asked keeps what is wanted of it."""
+        return self._engine.pins.digest(want.transfer) is not None and self._held.get(want.transfer) == want.rank
 
     def _give_up(self, peer: Lines, number: str) -> None:
         self._drop([want for want in self._waiting if (want.peer, want.number) == (peer, number)])
@@ -223,9 +238,9 @@ class Mooncake(Connector):
 class Bootstrap:
     """A prefill's bootstrap server."""
 
-    def __init__(self, engine_id: str) -> None:
-        self.engine_id = engine_id
-        self.worker = ""
+    def __init__(self, engine_ids: list[str]) -> None:
+        self.engine_ids = engine_ids  # by rank
+        self.workers: list[str] = []
         self.port = 0
         self.queries = 0
         self._server = HttpServer(
@@ -256,8 +271,11 @@ class Bootstrap:
             await exchange.reply(404, b'{"detail":"Not Found"}')
             return
         self.queries += 1
-        entry = {"engine_id": self.engine_id, "worker_addr": {"0": {"0": self.worker}}}
-        await exchange.reply(200, orjson.dumps({"0": entry}))
+        entries = {
+            str(rank): {"engine_id": engine_id, "worker_addr": {"0": {"0": worker}}}
+            for rank, (engine_id, worker) in enumerate(zip(self.engine_ids, self.workers, strict=True))
+        }
+        await exchange.reply(200, orjson.dumps(entries))
 
 
 async def _query(bootstrap: str) -> dict[str, tuple[str, int]]:
@@ -269,6 +287,17 @@ async def _query(bootstrap: str) -> dict[str, tuple[str, int]]:
         address = urlsplit(entry["worker_addr"]["0"]["0"])
         found[str(entry["engine_id"])] = (str(address.hostname), int(address.port or 0))
     return found
+
+
+async def _search(bootstrap: str) -> dict[str, tuple[str, int]]:
+    """The same, tried a few times; nothing where nobody answers."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return await _query(bootstrap)
+        except (aiohttp.ClientError, ValueError):
+            if attempt < _ATTEMPTS - 1:
+                await asyncio.sleep(_RETRY)
+    return {}
 
 
 def _log(exchange: Exchange, error: Exception) -> None:

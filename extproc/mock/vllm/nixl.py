@@ -15,7 +15,7 @@ from typing import Any
 
 from extproc.mock.engine import CrashError
 from extproc.mock.lines import Lines
-from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence
+from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence, core_id
 from extproc.mock.vllm.metrics import Metric
 from extproc.mock.vllm.peers import Listener, LoadError, Peers
 
@@ -37,6 +37,7 @@ class Nixl(Connector):
         self.peers = Peers()
         self.listener = Listener(self._hear)
         self._engine = engine
+        self._cores: dict[str, str] = {}  # pinned requests, and the engine core of each
         self._freeing: set[asyncio.Task[None]] = set()
         self._read = 0
         self._failed = 0
@@ -66,7 +67,7 @@ class Nixl(Connector):
         """Whether parameters that ask for a remote prefill lack what it takes."""
         return not all(name in params for name in _REMOTE)
 
-    async def load(self, params: dict[str, Any]) -> int:
+    async def load(self, params: dict[str, Any], rank: int) -> int:  # noqa: ARG002 - Connector's signature
         """Read the prefill's blocks."""
         blocks = params["remote_block_ids"]
         first = blocks[0][0] if blocks and isinstance(blocks[0], list) and blocks[0] else 0
@@ -101,7 +102,7 @@ class Nixl(Connector):
             Metric("nixl_num_notifications_after_expiry_total", "counter", self._late),
         ]
 
-    def release_remote(self, params: dict[str, Any]) -> None:
+    def release_remote(self, params: dict[str, Any], rank: int) -> None:  # noqa: ARG002 - Connector's signature
         """The prefill is told to free its blocks; parameters that do not say where are a ``KeyError`` in the core."""
         if self.incomplete(params) or "remote_block_ids" not in params:
             raise CrashError
@@ -121,11 +122,12 @@ class Nixl(Connector):
         engine.blocks.give(sequence.blocks[len(kept) :])
         sequence.blocks = []
         engine.pins.hold(sequence.rid, kept, sequence.digest)
+        core = self._cores[sequence.rid] = core_id(self.engine_id, sequence.rank, engine.options.dp_size)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [kept],
-            "remote_engine_id": self.engine_id,
+            "remote_engine_id": core,
             "remote_request_id": sequence.rid,
             "remote_host": self.host,
             "remote_port": self.port,
@@ -158,9 +160,10 @@ class Nixl(Connector):
         if wanted not in (_ANY, self._hash):
             peer.send(f"fail {number} {_UNLIKE}")
             return
-        if engine_id != self.engine_id:
+        if engine_id != self._cores.get(request, engine_id) or not engine_id.startswith(self.engine_id):
             peer.send(f"fail {number} engine id mismatch")
             return
+        self._cores.pop(request, None)
         alike = block[1:] == [str(self._engine.options.block_size)]
         content = self._engine.blocks.content(int(block[0])) if word == "pull" and alike else 0
         if not self._engine.pins.release(request):

@@ -62,6 +62,8 @@ def not_found(name: str) -> Reply:
 class ResponsesApi(Api):
     """``POST /v1/responses``."""
 
+    reads_rank = False
+
     def __init__(self, context: Context, body: bodies.Responses, store: Store) -> None:
         super().__init__(context, body)
         self._body = body

@@ -194,7 +194,7 @@ class VllmMock(MockWorker):
     # --- the worker's part ---
 
     def _is_probe(self, record: Record) -> bool:
-        return is_probe(record.body)
+        return is_probe(record)
 
     def _connect(self) -> Nixl | Mooncake | None:
         if self.connector_name == NIXL:
@@ -250,7 +250,7 @@ class VllmMock(MockWorker):
     def _refused(self, api: object) -> None:
         """``_with_kv_transfer_rejection_cleanup`` (0.32), which takes every end but a good one for a refusal."""
         if isinstance(api, Api) and api.frees_when_refused and self._server.ending is None:
-            self.engine.reject(api.handoff)
+            self.engine.reject(api.handoff, api.rank)
 
     def _on_injected(self, record: Record) -> None:
         """Errors come from handlers, but for those with which a server turns requests away."""

@@ -1,0 +1,108 @@
+"""What is asked of all workers together: who may be given requests, in pairs too, and for which models.
+
+It is worked out once after each change, so that a request pays a few dict lookups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from extproc.workers.pairing import PairingMode
+from extproc.workers.pairs import Pairs
+from extproc.workers.readiness import Readiness, assess
+from extproc.workers.worker import Role, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRole:
+    """The usable workers of one role by model.
+
+    A worker that its circuit breaker shuts out is left out as long as there is another of its kind (see
+    :class:`~extproc.workers.worker.Pairing`). Where there is none, requests go to it all the same: it may do better
+    than the error that the client would get instead, and where it does not, that error says why. A cause that all
+    workers have in common, such as a client's requests that no engine takes, must not stop the whole fleet. Workers
+    that are dead are kept out by their probes.
+    """
+
+    by_model: dict[str | None, tuple[Worker, ...]]
+    any_model: tuple[Worker, ...]  # those that serve whatever they are asked for
+
+
+class Index:
+    """See the module.
+
+    Args:
+        workers: all that are registered, in whatever state.
+        pairing: how prefill and decode workers are compared.
+    """
+
+    def __init__(self, workers: Callable[[], Iterable[Worker]], pairing: PairingMode) -> None:
+        self._workers = workers
+        self._pairing = pairing
+        self._of_roles: dict[Role, _OfRole] = {}
+        self._pairs: dict[tuple[int, int, bool], Pairs] = {}  # by identity of the usable workers
+        self._models: dict[str, None] | None = None
+        self._readiness: Readiness | None = None
+
+    def forget(self) -> None:
+        """Something of a worker is another."""
+        self._of_roles = {}
+        self._pairs = {}
+        self._models = None
+        self._readiness = None
+
+    def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
+        """See Registry."""
+        workers = self._of_roles.get(role)
+        if workers is None:
+            workers = self._of_roles[role] = self._build(role)
+        found = workers.by_model.get(model)
+        return workers.any_model if found is None else found
+
+    def healthy(self, role: Role) -> Sequence[Worker]:
+        """See Registry."""
+        return tuple(worker for worker in self._workers() if worker.role is role and worker.usable)
+
+    def pairs(self, model: str | None) -> Pairs:
+        """See Registry."""
+        prefills, decodes = self.usable(Role.PREFILL, model), self.usable(Role.DECODE, model)
+        key = (id(prefills), id(decodes), model is None)
+        found = self._pairs.get(key)
+        if found is None:
+            found = self._pairs[key] = Pairs(prefills, decodes, self._pairing, any_model=model is None)
+        return found
+
+    def models(self) -> Mapping[str, None]:
+        """Every model id that a worker is known to serve, in order of registration."""
+        if self._models is None:
+            self._models = dict.fromkeys(model for worker in self._workers() for model in worker.model_ids)
+        return self._models
+
+    def knows_model(self, model: str) -> bool:
+        """See Registry."""
+        return model in self.models() or any(not worker.model_ids for worker in self._workers())
+
+    def readiness(self) -> Readiness:
+        """See Registry."""
+        if self._readiness is None:
+            self._readiness = assess(list(self._workers()), self._pairing)
+        return self._readiness
+
+    def _build(self, role: Role) -> _OfRole:
+        usable = self.healthy(role)
+        models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
+        by_model: dict[str | None, tuple[Worker, ...]] = {
+            model: _sought([w for w in usable if not w.model_ids or model in w.model_ids]) for model in models
+        }
+        by_model[None] = _sought(usable)
+        return _OfRole(by_model, _sought([w for w in usable if not w.model_ids]))
+
+
+def _sought(workers: Sequence[Worker]) -> tuple[Worker, ...]:
+    """``workers`` but for those that are shut out, unless there would be none of their kind."""
+    sought = [worker for worker in workers if not worker.breaker.shuts_out]
+    if len(sought) < len(workers):
+        kinds = {worker.pairing for worker in sought}
+        sought = [worker for worker in workers if not worker.breaker.shuts_out or worker.pairing not in kinds]
+    return tuple(sought)
