@@ -224,7 +224,7 @@ async def test_a_relayed_answer_that_makes_no_sense_is_an_error(product: Product
         mock.fail(Fault(garbage=True))
     answer = await product.post(*ALL[kind])
     assert b'"decode_bad_reply"' in answer.body
-    assert answer.status == (200 if kind in STREAMS else 502)
+    assert answer.status in ((200, 502) if kind in STREAMS else (502,))  # a stream may have begun by then
 
 
 async def test_no_leg_is_sent_twice_to_a_worker(product: Product):
