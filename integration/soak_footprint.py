@@ -29,7 +29,8 @@ _ACTIVE = (
 )
 _PER_REQUEST = tuple(f"extproc.{part}." for part in ("exchange", "transport", "apis", "merge", "handoff"))
 _SLACK = 10  # objects of other kinds, such as a worker's
-_BOUNDED = "extproc.control.metrics"  # a counter for every combination of labels that came about
+# A counter for every combination of labels that came about; whose turn it is in a few sets of workers.
+_BOUNDED = ("extproc.control.metrics", "extproc.policies.round_robin")
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Footprint:
             trim(0)
         objects = Counter(map(type, gc.get_objects()))
         for kind in list(objects):
-            if not str(kind.__module__).startswith("extproc.") or kind.__module__ == _BOUNDED:
+            if not str(kind.__module__).startswith("extproc.") or kind.__module__ in _BOUNDED:
                 del objects[kind]
         tasks = Counter(getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks())
         return cls(_files("self"), _files(pid), _memory("self"), _memory(pid), tasks, objects)

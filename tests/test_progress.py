@@ -195,8 +195,8 @@ def test_a_list_of_which_one_answer_does_not_come_ends_with_an_error(rig):
     end(rig, client)
 
 
-@pytest.mark.parametrize(("question", "piece", "flows"), [(CHAT, EVENT, True), (RESPONSES, CREATED, False)])
-def test_a_late_answer(rig, question, piece, flows):
+def late(rig, question, *pieces):
+    """A stream's second attempt, which has said so much; whose decode leg it is, and who prefilled."""
     path, body = question
     client = rig.post(path, body | STREAM)
     released(client)
@@ -206,32 +206,27 @@ def test_a_late_answer(rig, question, piece, flows):
     prefill_leg, (decode,) = rig.egress.out_at("prefill")[-1], rig.egress.out_at("decode")
     prefill_leg.answer()
     decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
-    decode.receiver.data(piece)
-    second.call.take()
-    rig.gateway.prefill_lost(next(w for w in rig.workers if w.endpoint == prefill_leg.destination))
-    rig.clock.advance(FIRST_TOKEN_SECONDS)
-    assert bool(second.call.take() or second.call.aborted) is not flows
-    if flows:
-        decode.receiver.data(EVENT)
-        decode.receiver.done()
-    end(rig, client, second)
-
-
-def test_a_late_response_whose_output_has_begun(rig):
-    path, body = RESPONSES
-    client = rig.post(path, body | STREAM)
-    released(client)
-    client.decode_head(503, SERVED)
-    second = client.late()
-    rig.clock.advance(STEADY.initial)
-    prefill_leg, (decode,) = rig.egress.out_at("prefill")[-1], rig.egress.out_at("decode")
-    prefill_leg.answer()
-    decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
-    for piece in (CREATED, DELTA):
+    for piece in pieces:
         decode.receiver.data(piece)
     second.call.take()
-    rig.gateway.prefill_lost(next(w for w in rig.workers if w.endpoint == prefill_leg.destination))
+    return client, second, decode, next(w for w in rig.workers if w.endpoint == prefill_leg.destination)
+
+
+@pytest.mark.parametrize(("question", "pieces"), [(CHAT, (EVENT,)), (RESPONSES, (CREATED, DELTA))])
+def test_a_late_answer_that_flows_is_left_alone(rig, question, pieces):
+    client, second, decode, prefill = late(rig, question, *pieces)
+    rig.gateway.prefill_lost(prefill)
     rig.clock.advance(FIRST_TOKEN_SECONDS)
     assert second.call.take() == []
     assert second.call.aborted is None
+    decode.receiver.data(EVENT)
+    decode.receiver.done()
+    end(rig, client, second)
+
+
+def test_a_late_response_of_which_only_its_first_events_come_is_ended(rig):
+    client, second, _, prefill = late(rig, RESPONSES, CREATED)
+    rig.gateway.prefill_lost(prefill)
+    rig.clock.advance(FIRST_TOKEN_SECONDS)
+    assert second.call.take() or second.call.aborted
     end(rig, client, second)

@@ -148,9 +148,9 @@ class TestLeaving:
             await eventually(lambda: server.count("/health") >= 3)
 
     async def test_connections_refused_or_lost_in_a_row_take_it_out_before_any_probe(self) -> None:
-        async with engine() as server, fleet(SLOW, Pace(report=60)) as f:
-            worker = f.registry.add(spec(P, server.url))
-            await until(f.registry, lambda: worker.usable)
+        async with engine() as server, engine() as second, fleet(SLOW, Pace(report=60)) as f:
+            worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))
+            await until(f.registry, lambda: worker.usable and other.usable)
             f.monitor.report_unreachable(worker)
             f.monitor.report_failure(worker)
             worker.answers += 1  # a request was answered between
@@ -160,12 +160,15 @@ class TestLeaving:
             f.monitor.report_unreachable(worker)
             assert worker.status is Status.NOT_READY
             assert f.registry.trouble(worker) == "3 requests in a row found no connection, or lost it"
-            assert f.registry.usable(P, None) == ()
+            assert f.registry.usable(P, None) == (other,)
+            for _ in range(3):
+                f.monitor.report_failure(other)
+            assert other.usable, "requests have nowhere else to go; a probe will tell"
 
     async def test_it_comes_back_as_any_other_and_says_what_it_is(self) -> None:
-        async with engine() as server, fleet(SLOW) as f:
-            worker = f.registry.add(spec(P, server.url))
-            await until(f.registry, lambda: worker.usable)
+        async with engine() as server, engine() as second, fleet(SLOW) as f:
+            worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))
+            await until(f.registry, lambda: worker.usable and other.usable)
             seen, known = server.count("/health"), server.count("/server_info")
             for _ in range(3):
                 f.monitor.report_unreachable(worker)

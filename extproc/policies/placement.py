@@ -152,18 +152,14 @@ class Placer:
         """The prefill worker whose turn it is of those that have a partner left; None when none has."""
         if not without:
             return self._prefill.rank(prefills, 1)[0]
-        left = [worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without)]
-        if not left:
-            return None
-        ranked = self._prefill.rank(prefills, min(len(prefills), len(without) + 1))
-        return next((worker for worker in ranked if worker in left), left[0])
+        # As a set of its own: the turn of the whole one is the next request's, not this one's second.
+        left = tuple(worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without))
+        return self._prefill.rank(left, 1)[0] if left else None
 
     def _ranked(self, decodes: Sequence[Worker], without: Collection[Worker]) -> Sequence[Worker]:
         """As many of ``decodes`` as Envoy may try, best first; none when all are to be left out."""
-        if not without:
-            return self._decode.rank(decodes, CANDIDATES)
-        ranked = self._decode.rank(decodes, CANDIDATES + len(without))
-        return tuple(worker for worker in ranked if worker not in without)[:CANDIDATES]
+        left = tuple(worker for worker in decodes if worker not in without) if without else decodes
+        return self._decode.rank(left, CANDIDATES) if left else ()
 
     def _nearest(self, tiers: Tiers, without: Collection[Worker]) -> Sequence[Worker]:
         """The same, of several groups the nearest first: see the module."""

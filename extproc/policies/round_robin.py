@@ -14,18 +14,19 @@ from typing import Final
 
 from extproc.workers.worker import Worker
 
-_TURNS: Final = 128  # sets whose turn is remembered; a fleet has a few per model
+_TURNS: Final = 16  # sets whose turn is remembered; of another it is found by who of it was chosen last
 _CHOSEN: Final = 4096  # workers of whom it is remembered when they were chosen
 
 
 class _Turn:
     """The turn of one set of candidates, which it holds: no other object can have their identity meanwhile."""
 
-    __slots__ = ("candidates", "next", "rankings")
+    __slots__ = ("candidates", "next", "rankings", "used")
 
     def __init__(self, candidates: Sequence[Worker], start: int) -> None:
         self.candidates = candidates
         self.next = start
+        self.used = 0  # the call in which it was looked at last
         self.rankings: dict[tuple[int, int], Sequence[Worker]] = {}  # by start and limit
 
 
@@ -33,8 +34,8 @@ class RoundRobinPolicy:
     """See the module."""
 
     def __init__(self) -> None:
-        self._turns: dict[int, _Turn] = {}  # by identity of the candidates, the oldest first
-        self._chosen: dict[Worker, int] = {}  # when each was chosen last, in calls
+        self._turns: dict[int, _Turn] = {}  # by identity of the candidates
+        self._chosen: dict[str, int] = {}  # when each was chosen last, in calls; by the id of a worker
         self._calls = 0
 
     def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
@@ -44,8 +45,8 @@ class RoundRobinPolicy:
             turn = self._begin(candidates)
         start = turn.next
         turn.next = start + 1 if start + 1 < len(candidates) else 0
-        self._calls += 1
-        self._chosen[candidates[start]] = self._calls
+        turn.used = self._calls = self._calls + 1
+        self._chosen[candidates[start].id] = self._calls
         ranking = turn.rankings.get((start, limit))
         if ranking is None:
             turned = (*candidates[start:], *candidates[:start])
@@ -56,10 +57,10 @@ class RoundRobinPolicy:
         """The turn of a set that was not seen before: it begins after the one of them that was chosen last."""
         turns, chosen = self._turns, self._chosen
         if len(turns) >= _TURNS:
-            del turns[next(iter(turns))]
+            del turns[min(turns, key=lambda key: turns[key].used)]
         if len(chosen) >= _CHOSEN:
             chosen.clear()
-        latest = max(range(len(candidates)), key=lambda place: chosen.get(candidates[place], 0))
-        start = (latest + 1) % len(candidates) if candidates[latest] in chosen else 0
+        latest = max(range(len(candidates)), key=lambda place: chosen.get(candidates[place].id, 0))
+        start = (latest + 1) % len(candidates) if candidates[latest].id in chosen else 0
         begun = turns[id(candidates)] = _Turn(candidates, start)
         return begun

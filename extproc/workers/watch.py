@@ -151,9 +151,14 @@ class Watch:
         self._refusals += 1
         settings = self._settings
         reached = 0 < settings.transport_threshold <= self._refusals
-        if settings.enabled and reached and self._state.status is Status.READY:
+        if settings.enabled and reached and self._state.status is Status.READY and self._has_others():
             self._doubted = True  # it may come back as another
             self._drop(f"{self._refusals} requests in a row found no connection, or lost it")
+
+    def _has_others(self) -> bool:
+        """Whether requests have somewhere else to go: that the last of a role is down, a probe must show."""
+        worker = self._worker
+        return any(other is not worker for other in self._registry.usable(worker.role, None))
 
     def _drop(self, reason: str) -> None:
         """Take a READY worker out at once; from now on it is probed as any that is out."""
