@@ -6,8 +6,8 @@ import asyncio
 import errno
 import os
 import ssl
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -16,8 +16,9 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from extproc.workers.probe import ConnectionTimeoutError, NotHttpError, status_of
-from extproc.workers.quick_get import BadAnswerError, quick_get
+from extproc.workers.one_request import BadAnswerError, ConnectionTimeoutError, Tls, Where
+from extproc.workers.probe import status_of
+from extproc.workers.quick_get import quick_get
 from extproc.workers.worker import Worker
 
 _ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
@@ -74,41 +75,16 @@ class WorkerClient:
 
     async def get_often(self, worker: Worker, path: str, *, within: float, most: int) -> Answer:
         """As :meth:`get`, at a third of the cost; of the answer ``most`` bytes at most, and not its content type."""
-        request = _request(worker, path)
-        tls = self._default_tls() if worker.url.scheme == "https" else None
-        try:
+        with _told(path, within, self._connect_limit):
             async with asyncio.timeout(within):
-                status, body = await quick_get(
-                    _ip_of(worker),
-                    worker.url.port,
-                    request,
-                    most=most,
-                    connect_limit=self._connect_limit,
-                    tls=tls,
-                    tls_name=worker.url.host if tls else None,
-                )
-        except TimeoutError:
-            raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
-        except OSError as error:
-            raise UnreachableError(f"GET {path}: {_cause(error)}") from None
-        except BadAnswerError as error:
-            raise NoAnswerError(f"GET {path}: {error}") from None
+                status, body = await quick_get(self._where(worker, _ip_of(worker)), _request(worker, path), most=most)
         return Answer(status, "", body)
 
     async def probe(self, worker: Worker, path: str, *, within: float, ip: str) -> int:
         """As :meth:`get`, for the status alone: at a third of the cost, and whatever the body may be."""
-        request = _request(worker, path)
-        tls = (self._default_tls(), worker.url.host) if worker.url.scheme == "https" else None
-        try:
-            return await status_of(ip, worker.url.port, request, connect=self._connect_limit, within=within, tls=tls)
-        except ConnectionTimeoutError:
-            raise UnreachableError(f"GET {path}: no connection within {self._connect_limit:g} s") from None
-        except TimeoutError:
-            raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
-        except OSError as error:
-            raise UnreachableError(f"GET {path}: {_cause(error)}") from None
-        except NotHttpError as error:
-            raise NoAnswerError(f"GET {path}: {error}") from None
+        with _told(path, within, self._connect_limit):
+            async with asyncio.timeout(within):
+                return await status_of(self._where(worker, ip), _request(worker, path))
 
     async def post(
         self,
@@ -199,6 +175,10 @@ class WorkerClient:
         except (aiohttp.ClientError, ValueError) as error:
             raise NoAnswerError(f"{method} {path}: {_cause(error)}") from None
 
+    def _where(self, worker: Worker, ip: str) -> Where:
+        tls = Tls(self._default_tls(), worker.url.host) if worker.url.scheme == "https" else None
+        return Where(ip, worker.url.port, self._connect_limit, tls)
+
     def _default_tls(self) -> ssl.SSLContext:
         if self._tls is None:
             self._tls = ssl.create_default_context()
@@ -218,6 +198,21 @@ class WorkerClient:
                 auto_decompress=True,
             )
         return self._session
+
+
+@contextmanager
+def _told(path: str, within: float, connect_limit: float) -> Iterator[None]:
+    """Errors of a question in the words of this module."""
+    try:
+        yield
+    except ConnectionTimeoutError:
+        raise UnreachableError(f"GET {path}: no connection within {connect_limit:g} s") from None
+    except TimeoutError:
+        raise NoAnswerError(f"GET {path}: no answer within {within:g} s") from None
+    except OSError as error:
+        raise UnreachableError(f"GET {path}: {_cause(error)}") from None
+    except BadAnswerError as error:
+        raise NoAnswerError(f"GET {path}: {error}") from None
 
 
 def _request(worker: Worker, path: str) -> bytes:

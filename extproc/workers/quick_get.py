@@ -7,54 +7,22 @@ compressed, no redirects.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from typing import Final
+
+from extproc.workers.one_request import BadAnswerError, Where, ask
 
 _MOST_HEAD: Final = 64 * 1024  # bytes
 _END: Final = b"\r\n\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
-class BadAnswerError(ValueError):
-    """What came is not an answer in HTTP/1.1, or is too large; the message says why."""
-
-
-async def quick_get(
-    ip: str,
-    port: int,
-    request: bytes,
-    *,
-    most: int,
-    connect_limit: float,
-    tls: ssl.SSLContext | None = None,
-    tls_name: str | None = None,
-) -> tuple[int, bytes]:
+async def quick_get(where: Where, request: bytes, *, most: int) -> tuple[int, bytes]:
     """Send ``request``, a head that ends with ``connection: close``; status and body of the answer.
 
-    Args:
-        ip: where, without brackets.
-        port: the same.
-        request: the whole of it.
-        most: bytes that the body may have.
-        connect_limit: seconds until there must be a connection.
-        tls: what the server is verified with; None: no TLS.
-        tls_name: the name in its certificate.
-
-    Raises:
-        OSError: no connection, or it was lost; ssl.SSLError among them.
-        TimeoutError: no connection in time.
-        BadAnswerError.
+    ``most``: bytes that the body may have. Raises as :func:`ask`.
     """
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(connect_limit):
-        transport, answer = await loop.create_connection(
-            lambda: _Answer(most, loop.create_future()), ip, port, ssl=tls, server_hostname=tls_name
-        )
-    try:
-        transport.write(request)
-        return await answer.whole
-    finally:
-        transport.abort()
+    return await ask(where, request, lambda: _Answer(most, loop.create_future()), lambda answer: answer.whole)
 
 
 class _Answer(asyncio.Protocol):
