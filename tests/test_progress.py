@@ -157,7 +157,8 @@ def test_only_streams_are_watched(rig, status, stream):
 # -- answers that pass through the service ----------------------------------------------------------------------------
 
 
-def test_a_list_whose_answers_come_in_time_goes_on(rig):
+def half_listed(rig):
+    """A streamed list of which one answer has begun; the other's decode leg, and who prefilled."""
     client = rig.post(*LISTED)
     legs = rig.egress.out_at("prefill")
     for leg in legs:
@@ -167,6 +168,11 @@ def test_a_list_whose_answers_come_in_time_goes_on(rig):
     for decode in (first, second):
         decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
     first.receiver.data(EVENT)
+    return client, second, prefill
+
+
+def test_a_list_whose_answers_come_in_time_goes_on(rig):
+    client, second, prefill = half_listed(rig)
     rig.gateway.prefill_lost(prefill)
     second.receiver.data(EVENT)
     client.call.take()
@@ -176,15 +182,7 @@ def test_a_list_whose_answers_come_in_time_goes_on(rig):
 
 
 def test_a_list_of_which_one_answer_does_not_come_ends_with_an_error(rig):
-    client = rig.post(*LISTED)
-    legs = rig.egress.out_at("prefill")
-    for leg in legs:
-        leg.answer()
-    prefill = next(w for w in rig.workers if w.endpoint == legs[0].destination)
-    first, second = rig.egress.out_at("decode")
-    for decode in (first, second):
-        decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
-    first.receiver.data(EVENT)
+    client, _, prefill = half_listed(rig)
     client.call.take()
     for _ in range(2):
         rig.gateway.prefill_lost(prefill)
