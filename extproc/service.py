@@ -247,8 +247,11 @@ class Service:
         return admin
 
     def _on_change(self, worker: Worker, change: Change) -> None:
-        if change is Change.STATUS and worker.role is Role.PREFILL and worker.status in _GONE:
+        gone = change is Change.STATUS and worker.status in _GONE
+        if gone and worker.role is Role.PREFILL:
             self.gateway.prefill_lost(worker)
+        if gone or change is Change.REMOVED:
+            self.gateway.placer.forget(worker)
 
     def _session(self, call: Call) -> Session:
         return Session(self.gateway, call)

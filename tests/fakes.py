@@ -66,6 +66,23 @@ def mooncake(prefills=(1, 2), decodes=(11, 12)) -> list[Worker]:
     return made + [worker(Role.DECODE, port, runtime="vllm", kv_connector=MOONCAKE) for port in decodes]
 
 
+@dataclass
+class Asked:
+    """A policies.policy.RequestView of what a test says."""
+
+    model: str | None = "tiny"
+    fields: dict[str, bytes] = field(default_factory=dict)
+    prompt: bytes = b'"a prompt"'
+    tokens: int = 8
+    notes: dict = field(default_factory=dict)
+
+    def prompt_tokens(self) -> int:
+        return self.tokens
+
+    def prompt_bytes(self) -> bytes:
+        return self.prompt
+
+
 class FakeFleet:
     def __init__(self, *workers: Worker, mode: PairingMode = PairingMode.LENIENT) -> None:
         self.workers = list(workers)

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from fakes import FakeFleet, mooncake, nixl, worker
+from fakes import Asked, FakeFleet, mooncake, nixl, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.pairing import PairingMode
 from extproc.workers.worker import Role
 
+TINY = Asked("tiny")
 WORKERS = tuple(worker(Role.DECODE, port) for port in range(1, 9))
 
 
@@ -24,7 +25,7 @@ def test_a_ranking_is_of_candidates_without_repetition(policy, count, limit, rou
     candidates = WORKERS[:count]
     one = policy()
     for _ in range(rounds):
-        ranked = one.rank(candidates, limit)
+        ranked = one.rank(candidates, limit, TINY)
         assert len(ranked) == len(set(ranked)) == min(limit, count)
         assert set(ranked) <= set(candidates)
 
@@ -32,7 +33,7 @@ def test_a_ranking_is_of_candidates_without_repetition(policy, count, limit, rou
 @given(count=st.integers(1, 8), rounds=st.integers(1, 50))
 def test_round_robin_is_fair(count, rounds):
     policy = RoundRobinPolicy()
-    chosen = Counter(policy.rank(WORKERS[:count], 3)[0].id for _ in range(rounds))
+    chosen = Counter(policy.rank(WORKERS[:count], 3, TINY)[0].id for _ in range(rounds))
     counts = [chosen[w.id] for w in WORKERS[:count]]
     assert max(counts) - min(counts) <= 1
 
@@ -46,7 +47,7 @@ def test_round_robin_goes_on_where_it_was_when_the_set_changes(sets):
     for members in sets:
         candidates = tuple(w for w in WORKERS if w in members)
         for _ in range(3):
-            chosen = policy.rank(candidates, 1)[0]
+            chosen = policy.rank(candidates, 1, TINY)[0]
             for one in always:
                 waited[one] = 0 if one is chosen else waited[one] + 1
             assert all(count <= 2 * len(WORKERS) for count in waited.values())
@@ -57,7 +58,7 @@ def test_every_set_has_its_turn(order):
     """Requests for several models come in any order: each model's workers are chosen in turn all the same."""
     policy = RoundRobinPolicy()
     sets = [WORKERS[:3], WORKERS[3:5], WORKERS[5:]]
-    chosen = Counter(policy.rank(sets[which], 2)[0] for which in order)
+    chosen = Counter(policy.rank(sets[which], 2, TINY)[0] for which in order)
     for members in sets:
         assert max(chosen[w] for w in members) - min(chosen[w] for w in members) <= 1
 
@@ -67,16 +68,16 @@ def test_many_sets_do_not_make_it_forget():
     members = tuple(WORKERS[:4])
     chosen = []
     for _ in range(8):
-        chosen.append(policy.rank(members, 1)[0])
+        chosen.append(policy.rank(members, 1, TINY)[0])
         for _ in range(200):  # sets that come and go, as with other attempts
-            policy.rank(tuple(WORKERS[4:7]), 1)
+            policy.rank(tuple(WORKERS[4:7]), 1, TINY)
     assert chosen == [*WORKERS[:4]] * 2
 
 
 def test_random_reaches_everyone():
     random.seed(1)
     policy = RandomPolicy()
-    chosen = Counter(policy.rank(WORKERS, 1)[0].id for _ in range(800))
+    chosen = Counter(policy.rank(WORKERS, 1, TINY)[0].id for _ in range(800))
     assert min(chosen.values()) > 50
     assert len(chosen) == len(WORKERS)
 
@@ -87,28 +88,28 @@ def placer(*workers, mode=PairingMode.LENIENT):
 
 def test_who_is_missing_is_named():
     with pytest.raises(GatewayError, match="No decode worker") as missing:
-        placer(worker(Role.PREFILL, 1)).pair("tiny")
+        placer(worker(Role.PREFILL, 1)).pair(TINY)
     assert missing.value.fault.code == "no_available_workers"
     with pytest.raises(GatewayError, match="No prefill worker"):
-        placer(worker(Role.DECODE, 1)).pair("tiny")
+        placer(worker(Role.DECODE, 1)).pair(TINY)
     for model in (None, "tiny"):  # nobody is there to say which models exist
         with pytest.raises(GatewayError, match="No prefill worker"):
-            placer().pair(model)
+            placer().pair(Asked(model))
 
 
 def test_a_model_that_is_down_is_not_unknown():
     prefill = worker(Role.PREFILL, 1)
     prefill.endpoint = None
     with pytest.raises(GatewayError) as down:
-        placer(prefill).pair("tiny")
+        placer(prefill).pair(TINY)
     assert down.value.status == 503
     with pytest.raises(GatewayError) as unknown:
-        placer(prefill).pair("other")
+        placer(prefill).pair(Asked("other"))
     assert unknown.value.status == 404
 
 
 def test_the_list_for_failover_is_bounded():
-    pair = placer(worker(Role.PREFILL, 1), *(worker(Role.DECODE, port) for port in range(10, 30))).pair("tiny")
+    pair = placer(worker(Role.PREFILL, 1), *(worker(Role.DECODE, port) for port in range(10, 30))).pair(TINY)
     assert len(pair.decodes) == CANDIDATES
 
 
@@ -120,13 +121,13 @@ def test_without_a_model_both_legs_are_of_the_same():
         worker(Role.DECODE, 12, model_ids=("b", "c")),
     ]
     for _ in range(4):
-        pair = placer(*fleet).pair(None)
+        pair = placer(*fleet).pair(Asked(None))
         assert pair.prefill is fleet[1]
         assert set(pair.decodes) == set(fleet[2:])
     with pytest.raises(GatewayError, match="serve the same model"):
-        placer(fleet[0], *fleet[2:]).pair(None)
+        placer(fleet[0], *fleet[2:]).pair(Asked(None))
     unknown = worker(Role.PREFILL, 3, model_ids=())
-    assert placer(unknown, *fleet[2:]).pair(None).prefill is unknown
+    assert placer(unknown, *fleet[2:]).pair(Asked(None)).prefill is unknown
 
 
 # -- who may hand over to whom -----------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_without_a_model_both_legs_are_of_the_same():
 @pytest.mark.parametrize("fleet", [(*nixl(), *mooncake((3, 4), (13, 14))), (*mooncake((3, 4), (13, 14)), *nixl())])
 def test_pairs_are_of_one_kind(fleet):
     place = placer(*fleet)
-    pairs = [place.pair("tiny") for _ in range(8)]
+    pairs = [place.pair(TINY) for _ in range(8)]
     assert {pair.prefill.kv_connector for pair in pairs} == {"NixlConnector", "MooncakeConnector"}
     for prefill, decodes in pairs:
         assert {decode.pairing for decode in decodes} == {prefill.pairing}
@@ -144,18 +145,18 @@ def test_pairs_are_of_one_kind(fleet):
 def test_who_has_not_said_how_it_hands_over_may_be_anyones_partner():
     silent = worker(Role.DECODE, 11, runtime="vllm")
     other = worker(Role.DECODE, 12)  # another engine
-    assert list(placer(*nixl((1,), ()), silent, other).pair("tiny").decodes) == [silent]
+    assert list(placer(*nixl((1,), ()), silent, other).pair(TINY).decodes) == [silent]
 
 
 def test_workers_without_a_partner_are_passed_over():
     lonely, one, two = *nixl((1,), ()), *mooncake((2,), (12,))
     for _ in range(3):
-        assert placer(lonely, one, two).pair("tiny") == (one, (two,))
+        assert placer(lonely, one, two).pair(TINY) == (one, (two,))
 
 
 def test_a_fleet_in_which_nobody_may_be_paired_says_why():
     with pytest.raises(GatewayError, match=r"mismatch on \[\"transport\"\]") as refused:
-        placer(*nixl((1,), ()), *mooncake((), (11,))).pair("tiny")
+        placer(*nixl((1,), ()), *mooncake((), (11,))).pair(TINY)
     assert (refused.value.fault.code, refused.value.status) == ("no_compatible_pd_pair", 503)
     assert not refused.value.fault.retryable
 
@@ -167,10 +168,10 @@ def test_the_operator_says_how_strictly_workers_are_compared(mode, expected):
     place = placer(*fleet, mode=PairingMode(mode))
     if not expected:
         with pytest.raises(GatewayError, match="mismatch on") as refused:
-            place.pair("tiny")
+            place.pair(TINY)
         assert refused.value.fault.code == "no_compatible_pd_pair"
     else:
-        assert set(place.pair("tiny").decodes) == set(fleet[1 : 1 + expected])
+        assert set(place.pair(TINY).decodes) == set(fleet[1 : 1 + expected])
 
 
 def test_nobody_but_partners_is_where_envoy_may_go():
@@ -178,13 +179,13 @@ def test_nobody_but_partners_is_where_envoy_may_go():
     fleet = [*nixl((1, 2), (11, 12, 13)), *mooncake((3,), (14, 15)), worker(Role.PREFILL, 4), worker(Role.DECODE, 16)]
     place = placer(*fleet)
     for _ in range(12):
-        prefill, decodes = place.pair("tiny")
+        prefill, decodes = place.pair(TINY)
         kind = {(prefill.runtime, prefill.kv_connector)}
         assert {(w.runtime, w.kv_connector) for w in decodes} == kind
         if place.has_pair("tiny", (prefill, decodes[0]), prefill):
-            again = place.pair("tiny", (prefill, decodes[0]), prefill)
+            again = place.pair(TINY, (prefill, decodes[0]), prefill)
             assert {(w.runtime, w.kv_connector) for w in (again.prefill, *again.decodes)} == kind
-        for alone in (place.decodes("tiny"), place.prefills("tiny"), place.prefills("tiny", prefill)):
+        for alone in (place.decodes(TINY), place.prefills(TINY), place.prefills(TINY, prefill)):
             assert len({(w.runtime, w.kv_connector) for w in alone}) == 1
 
 
@@ -201,30 +202,30 @@ def test_a_rolling_upgrade_pairs_like_with_like():
     fleet = labelled(nixl(), "version", ("0.31.0", "0.32.0", "0.31.0", "0.32.0"))
     place = placer(*fleet)
     for _ in range(4):
-        prefill, decodes = place.pair("tiny")
+        prefill, decodes = place.pair(TINY)
         assert [w.labels for w in decodes] == [prefill.labels]
     # An attempt after that may well be on workers of the other version.
-    assert place.pair("tiny", (fleet[0], fleet[2]), fleet[0]) == (fleet[1], (fleet[3],))
-    assert set(place.alike("tiny", fleet[2])) == set(fleet[2:])
-    assert place.alike("tiny", fleet[2], (fleet[2],), partner=True) == ()
+    assert place.pair(TINY, (fleet[0], fleet[2]), fleet[0]) == (fleet[1], (fleet[3],))
+    assert set(place.alike(TINY, fleet[2])) == set(fleet[2:])
+    assert place.alike(TINY, fleet[2], (fleet[2],), partner=True) == ()
 
 
 def test_a_prefill_without_a_partner_left_is_not_chosen_again():
     fleet = labelled(nixl(), "block_size", ("16", "32", "16", "32"))
     place = placer(*fleet)
     for _ in range(3):
-        assert place.pair("tiny", (fleet[2],), fleet[0]) == (fleet[1], (fleet[3],))
+        assert place.pair(TINY, (fleet[2],), fleet[0]) == (fleet[1], (fleet[3],))
     assert place.has_pair("tiny", (fleet[2],), fleet[0])
     assert not place.has_pair("tiny", (fleet[2], fleet[1]), fleet[0])
     with pytest.raises(GatewayError, match="page_size"):
-        place.pair("tiny", (fleet[2], fleet[1]), fleet[0])
+        place.pair(TINY, (fleet[2], fleet[1]), fleet[0])
 
 
 def test_fail_over_is_among_those_of_one_api_key():
     decodes = [worker(Role.DECODE, port, api_key=key) for port, key in ((11, "a"), (12, "b"), (13, "a"))]
     place = placer(worker(Role.PREFILL, 1), *decodes)
     for _ in range(6):
-        keys = {decode.api_key for decode in place.pair("tiny").decodes}
+        keys = {decode.api_key for decode in place.pair(TINY).decodes}
         assert len(keys) == 1
 
 
@@ -235,27 +236,27 @@ def test_who_failed_is_left_out():
     first, second, one, other = nixl()
     place = placer(first, second, one, other)
     for _ in range(4):
-        assert place.pair("tiny", without=(first, one)) == (second, (other,))
+        assert place.pair(TINY, without=(first, one)) == (second, (other,))
     with pytest.raises(GatewayError, match="No prefill worker"):
-        place.pair("tiny", without=(first, second))
+        place.pair(TINY, without=(first, second))
     with pytest.raises(GatewayError, match="No decode worker"):
-        place.pair("tiny", without=(one, other))
+        place.pair(TINY, without=(one, other))
 
 
 def test_leaving_somebody_out_is_for_one_request_only():
     first, second, one, other = nixl()
     place = placer(first, second, one, other)
-    place.pair("tiny", without=(first, one))
-    assert {place.pair("tiny").prefill for _ in range(4)} == {first, second}
+    place.pair(TINY, without=(first, one))
+    assert {place.pair(TINY).prefill for _ in range(4)} == {first, second}
 
 
 def test_another_attempt_hands_over_as_the_first_one_did():
     fleet = [*nixl((1, 2), (11,)), *mooncake((3, 4), (13,))]
     place = placer(*fleet)
     for _ in range(6):
-        assert place.pair("tiny", (fleet[0],), fleet[0]).prefill is fleet[1]
+        assert place.pair(TINY, (fleet[0],), fleet[0]).prefill is fleet[1]
     with pytest.raises(GatewayError, match="No prefill worker"):
-        place.pair("tiny", fleet[:2], fleet[0])
+        place.pair(TINY, fleet[:2], fleet[0])
 
 
 @given(st.lists(st.sets(st.integers(0, 5)), max_size=20))
@@ -265,7 +266,7 @@ def test_what_is_remembered_of_a_set_is_not_said_of_another(sets):
     place = placer(*fleet)
     for left_out in sets:
         try:
-            prefill, decodes = place.pair("tiny", [fleet[at] for at in left_out if at < len(fleet)])
+            prefill, decodes = place.pair(TINY, [fleet[at] for at in left_out if at < len(fleet)])
         except GatewayError:
             continue
         assert {decode.pairing for decode in decodes} == {prefill.pairing}
@@ -275,9 +276,9 @@ def test_decodes_for_what_was_meant_for_another():
     one, two, three = nixl((), (11, 12, 13))
     stranger = worker(Role.DECODE, 14, runtime="vllm", kv_connector="NixlConnector", api_key="other")
     place = placer(one, two, three, stranger, *mooncake((), (15,)))
-    assert set(place.alike("tiny", one, (one,))) == {two, three}
-    assert place.alike("tiny", one, (one, two, three)) == ()
-    assert place.alike("another model", one) == ()
+    assert set(place.alike(TINY, one, (one,))) == {two, three}
+    assert place.alike(TINY, one, (one, two, three)) == ()
+    assert place.alike(Asked("another model"), one) == ()
 
 
 def test_all_decodes_are_more_than_candidates():
@@ -288,8 +289,8 @@ def test_all_decodes_are_more_than_candidates():
 def test_one_prefill_alone_may_be_a_certain_one():
     fleet = [*nixl((1, 2, 3), (11,)), *mooncake((4,), ())]
     place = placer(*fleet)
-    assert place.prefills("tiny", fleet[1])[0] is fleet[1]
-    assert set(place.prefills("tiny", fleet[1])) == set(fleet[:3])  # for fail-over: those of its kind
+    assert place.prefills(TINY, fleet[1])[0] is fleet[1]
+    assert set(place.prefills(TINY, fleet[1])) == set(fleet[:3])  # for fail-over: those of its kind
 
 
 # -- near and far ------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def test_the_nearest_decodes_come_first_and_the_far_follow():
     first = Counter()
     third = Counter()
     for _ in range(60):
-        decodes = place.pair("tiny").decodes
+        decodes = place.pair(TINY).decodes
         assert len(set(decodes)) == CANDIDATES
         assert set(decodes[:2]) == set(near)
         assert set(decodes[2:]) <= set(far)
@@ -319,7 +320,7 @@ def test_the_nearest_decodes_come_first_and_the_far_follow():
 def test_each_prefill_has_its_own_neighbours_and_none_is_preferred():
     prefills = [zoned(Role.PREFILL, port, zone) for port, zone in enumerate("abc", 1)]
     place = placer(*prefills, zoned(Role.DECODE, 11, "a"), zoned(Role.DECODE, 12, "b"))
-    pairs = [place.pair("tiny") for _ in range(9)]
+    pairs = [place.pair(TINY) for _ in range(9)]
     assert Counter(pair.prefill for pair in pairs) == Counter(dict.fromkeys(prefills, 3))
     for prefill, decodes in pairs:
         if prefill is not prefills[2]:
@@ -331,7 +332,7 @@ def serve(place, requests, under_way):
     chosen = Counter()
     live = []
     for _ in range(requests):
-        decode = place.pair("tiny").decodes[0]
+        decode = place.pair(TINY).decodes[0]
         chosen[decode] += 1
         decode.load += 1
         live.append(decode)
@@ -363,7 +364,7 @@ def test_a_near_decode_is_passed_over_only_when_it_has_much_more_to_do(zones, lo
     decodes = [zoned(Role.DECODE, port, zone) for port, zone in enumerate(zones, 11)]
     for decode, load in zip(decodes, loads, strict=False):
         decode.load = load
-    pair = placer(zoned(Role.PREFILL, 1, "a"), *decodes).pair("tiny")
+    pair = placer(zoned(Role.PREFILL, 1, "a"), *decodes).pair(TINY)
     assert len(set(pair.decodes)) == min(len(decodes), CANDIDATES)
     near = [w for w in decodes if w.labels == {"zone": "a"}]
     if near and pair.decodes[0] not in near:
@@ -374,6 +375,31 @@ def test_whoever_failed_is_left_out_near_or_far():
     near, near_too, far = [zoned(Role.DECODE, port, zone) for port, zone in enumerate("aab", 11)]
     prefill = zoned(Role.PREFILL, 1, "a")
     place = placer(prefill, near, near_too, far)
-    assert place.pair("tiny", (near,)).decodes == (near_too, far)
-    assert place.pair("tiny", (near, near_too)).decodes == (far,)
+    assert place.pair(TINY, (near,)).decodes == (near_too, far)
+    assert place.pair(TINY, (near, near_too)).decodes == (far,)
     assert place.has_pair("tiny", (near, near_too), prefill)
+
+
+class Learning(RoundRobinPolicy):
+    learns = True
+
+    def __init__(self):
+        super().__init__()
+        self.learnt, self.forgotten = [], []
+
+    def learn(self, request, worker):
+        self.learnt.append((request, worker))
+
+    def forget(self, worker):
+        self.forgotten.append(worker)
+
+
+def test_each_role_has_a_policy_that_is_told_of_its_own():
+    prefill, decode = worker(Role.PREFILL, 1), worker(Role.DECODE, 11)
+    policies = Learning(), Learning()
+    place = Placer(FakeFleet(prefill, decode), *policies)
+    place.answered(TINY, prefill)
+    place.answered(TINY, decode)
+    place.forget(prefill)
+    assert [policy.learnt for policy in policies] == [[(TINY, prefill)], [(TINY, decode)]]
+    assert all(policy.forgotten == [prefill] for policy in policies)  # by its id: the other had nothing of it

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from fakes import FakeFleet, Rig, mutated, ranks, rejection, released, worker
+from fakes import Asked, FakeFleet, Rig, mutated, ranks, rejection, released, worker
 
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import CHAT, COMPLETIONS
@@ -16,6 +16,7 @@ from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.transport.interface import Lost
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role
 
+TINY = Asked("tiny")
 P, D = Role.PREFILL, Role.DECODE
 PATH = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]}
@@ -120,7 +121,7 @@ def test_every_rank_gets_requests_independently_of_the_prefills(policy):
     place = placer(*prefills, *decodes, policy=policy)
     pairs = Counter()
     for _ in range(600):
-        pair = place.pair("tiny")
+        pair = place.pair(TINY)
         pairs[pair.prefill.dp_rank, pair.decodes[0].dp_rank] += 1
     assert set(pairs) == {(p, d) for p in range(2) for d in range(3)}
 
@@ -131,7 +132,7 @@ def test_a_list_names_no_server_twice_and_one_rank_only(policy):
     place = placer(worker(P, 1), worker(D, 15), *[entry for server in servers for entry in server], policy=policy)
     seen = Counter()
     for _ in range(400):
-        decodes = place.pair("tiny").decodes
+        decodes = place.pair(TINY).decodes
         assert len({entry.endpoint for entry in decodes}) == len(decodes)
         assert len({entry.dp_rank for entry in decodes}) == 1
         seen[decodes[0].name] += 1
@@ -142,16 +143,16 @@ def test_a_list_names_no_server_twice_and_one_rank_only(policy):
 def test_ranks_of_a_server_that_is_gone_are_taken_over_by_several():
     servers = [ranks(D, port, 2) for port in range(11, 17)]
     place = placer(worker(P, 1), *[entry for server in servers for entry in server])
-    second = Counter(place.pair("tiny").decodes[1].server.url.port for _ in range(12))
+    second = Counter(place.pair(TINY).decodes[1].server.url.port for _ in range(12))
     assert second == dict.fromkeys(range(11, 17), 2)
-    assert all(len(place.pair("tiny").decodes) == CANDIDATES for _ in range(12))
+    assert all(len(place.pair(TINY).decodes) == CANDIDATES for _ in range(12))
 
 
 def test_a_list_is_of_one_key():
     servers = [ranks(D, 11, 2, api_key="a"), ranks(D, 12, 2, api_key="b"), ranks(D, 13, 2, api_key="a")]
     place = placer(worker(P, 1), *[entry for server in servers for entry in server])
     for _ in range(6):
-        decodes = place.pair("tiny").decodes
+        decodes = place.pair(TINY).decodes
         assert {entry.api_key for entry in decodes} == {decodes[0].api_key}
         assert len(decodes) == (2 if decodes[0].api_key == "a" else 1)
 
@@ -164,7 +165,7 @@ def test_a_list_is_of_one_kind():
     place = placer(worker(P, 1, model_ids=("a", "b"), labels={"page_size": "1"}), *decodes)
     for model in (None, "a"):
         for _ in range(12):
-            (first, *others) = place.pair(model).decodes
+            (first, *others) = place.pair(Asked(model)).decodes
             kind = {11, 13, 14} if first.model_ids == ("a",) else {12}
             assert {w.url.port for w in others} == kind - {first.url.port}
 
@@ -174,7 +175,7 @@ def test_a_list_goes_on_with_the_same_rank_of_the_nearest_servers():
     servers = [ranks(D, port, 2, labels={"zone": "z", "rack": rack}) for port, rack in places]
     place = placer(worker(P, 1, labels={"zone": "z", "rack": "a"}), *[entry for server in servers for entry in server])
     for _ in range(8):
-        decodes = place.pair("tiny").decodes
+        decodes = place.pair(TINY).decodes
         assert {w.url.port for w in decodes[:2]} == {12, 14}
         assert len({w.url.port for w in decodes}) == CANDIDATES
         assert {w.dp_rank for w in decodes} == {decodes[0].dp_rank}
@@ -184,20 +185,20 @@ def test_a_list_of_another_attempt_leaves_out_what_failed():
     servers = [ranks(D, port, 2) for port in (11, 12, 13)]
     place = placer(worker(P, 1), *[entry for server in servers for entry in server])
     for _ in range(8):
-        decodes = place.pair("tiny", [*servers[0], servers[1][0]]).decodes
+        decodes = place.pair(TINY, [*servers[0], servers[1][0]]).decodes
         assert {w.name.rpartition(":")[2] for w in decodes} in ({"12@1", "13@1"}, {"13@0"})
-    assert len(place.pair("tiny").decodes) == 3
+    assert len(place.pair(TINY).decodes) == 3
 
 
 def test_prefills_and_those_who_take_over_likewise():
     servers = [ranks(P, port, 2) for port in (1, 2, 3)]
     entries = [entry for server in servers for entry in server]
     place = placer(*entries, worker(D, 11))
-    assert {len(place.prefills("tiny")) for _ in range(6)} == {3}
-    chosen = place.prefills("tiny", entries[3])
+    assert {len(place.prefills(TINY)) for _ in range(6)} == {3}
+    chosen = place.prefills(TINY, entries[3])
     assert chosen[0] is entries[3]
     assert {entry.dp_rank for entry in chosen} == {1}
-    others = place.alike("tiny", entries[0], servers[0])
+    others = place.alike(TINY, entries[0], servers[0])
     assert (others[0].server in {servers[1][0], servers[2][0]}, len(others)) == (True, 2)
 
 

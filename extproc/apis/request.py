@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -70,6 +71,8 @@ _SOME_IDS: Final = 512  # bytes of a list of token ids, to see how long they are
 _BYTES_PER_TOKEN: Final = 4  # of text, markup and JSON around it; a common rule of thumb for English
 _OPENING: Final = re.compile(rb'\[[ \t\n\r]*(?:\]|"|\[[ \t\n\r]*\[?)?')
 
+NO_FIELDS: Final[Mapping[str, bytes]] = MappingProxyType({})
+
 
 class InferenceRequest(NamedTuple):
     """What a request asks for. (A named tuple is made in a third of a frozen dataclass's time.)
@@ -82,6 +85,8 @@ class InferenceRequest(NamedTuple):
         samples: completions per prompt, at least 1.
         prompts: how many prompts a body with a list of prompts holds; None for a single prompt.
         prompt_logprobs: whether log probabilities of prompt tokens are asked for, which only the prefill leg has.
+        fields: the headers that came with it, by lower-case name.
+        notes: what placement has worked out of it, see policies.policy.RequestView.
     """
 
     api: Api
@@ -91,10 +96,12 @@ class InferenceRequest(NamedTuple):
     samples: int
     prompts: int | None
     prompt_logprobs: bool
+    fields: Mapping[str, bytes]
+    notes: dict[object, object]
 
     @classmethod
-    def read(cls, api: Api, raw: bytes) -> InferenceRequest:
-        """Read ``raw`` as a request of ``api``.
+    def read(cls, api: Api, raw: bytes, fields: Mapping[str, bytes] = NO_FIELDS) -> InferenceRequest:
+        """Read ``raw`` as a request of ``api``, which came with the headers ``fields``.
 
         Raises:
             GatewayError: with a 4xx fault; ``param`` names the field.
@@ -116,6 +123,8 @@ class InferenceRequest(NamedTuple):
             samples=_samples(api, body, sampling),
             prompts=_prompts(api, body),
             prompt_logprobs=_wants_prompt_logprobs(api, body),
+            fields=fields,
+            notes={},
         )
 
     def renamed(self, model: str) -> InferenceRequest:
@@ -135,6 +144,13 @@ class InferenceRequest(NamedTuple):
                 commas, size = head.count(b","), body.size_of(key)
                 return commas + 1 if size <= _SOME_IDS else max(1, commas * size // _SOME_IDS)
         return len(body.raw) // _BYTES_PER_TOKEN
+
+    def prompt_bytes(self) -> bytes:
+        """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids."""
+        body = self.body
+        keys = (key for key in self.api.prompt_keys if body.first_byte(key) not in (0, 0x6E))  # absent, or null
+        key = next(keys, "")
+        return body.beginning(key, body.size_of(key))
 
 
 def _sampling(body: JsonObject) -> list[JsonObject]:
@@ -261,4 +277,4 @@ def _any(value: Any) -> bool:
 
 # Not read from a body: what such a request asks for is in its path, and it goes to its worker as it is.
 NO_BODY: Final = JsonObject(b"{}")
-ABOUT_STORED: Final = InferenceRequest(STORED_RESPONSES, NO_BODY, None, False, 1, None, False)  # noqa: FBT003
+ABOUT_STORED: Final = InferenceRequest(STORED_RESPONSES, NO_BODY, None, False, 1, None, False, NO_FIELDS, {})  # noqa: FBT003

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from extproc.apis.request import InferenceRequest
 from extproc.errors import CATALOGUE, GatewayError
 from extproc.exchange.failures import failure_of, loss_of, was_connected
 from extproc.exchange.headers import HeaderValue
@@ -168,19 +169,19 @@ def never_fetched(code: str, status: int, *, stream: bool) -> bool:
 
 
 def tellable(
-    placer: Placer, model: str | None, workers: Sequence[Worker], failed: Worker | None, *, unreachable: bool
+    placer: Placer, request: InferenceRequest, workers: Sequence[Worker], failed: Worker | None, *, unreachable: bool
 ) -> Sequence[Worker]:
     """Decode workers that can have a prefill free what it holds, in order of preference.
 
     Args:
         placer: knows others.
-        model: the request's.
+        request: what they were to serve.
         workers: where the decode leg went, or may have gone.
         failed: who of them has it, and failed; comes last.
         unreachable: none of them accepts a connection.
     """
     if unreachable:
-        return placer.alike(model, workers[0], workers, partner=True)
+        return placer.alike(request, workers[0], workers, partner=True)
     return workers if failed is None else (*(other for other in workers if other is not failed), failed)
 
 

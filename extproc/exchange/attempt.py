@@ -114,6 +114,7 @@ class _Part:
             refusal.done()
         else:
             self.worker.answered(turn)
+            self._attempt.learn(self.worker)
             self._attempt.events.decode_done(self.index)
 
     def lost(self, reason: Lost, detail: str) -> None:
@@ -263,8 +264,8 @@ class Attempt:
     def _reachable(self, part: _Part) -> Sequence[Worker]:
         """Decode workers that can have a prefill free what it holds."""
         failed = part.worker if part.headed else None
-        placer, model = self._session.gateway.placer, self._request.model
-        return tellable(placer, model, self._decodes, failed, unreachable=self._unreachable)
+        placer = self._session.gateway.placer
+        return tellable(placer, self._request, self._decodes, failed, unreachable=self._unreachable)
 
     def finish(self) -> None:
         """The same, and give back what the attempt took."""
@@ -276,6 +277,10 @@ class Attempt:
                 if plan is not None:
                     self._handoff.release(plan)
             self._parts.clear()  # they refer back to us
+
+    def learn(self, worker: Worker) -> None:
+        """A leg on ``worker`` was answered as it should be: placement may go by it."""
+        self._session.gateway.placer.answered(self._request, worker)
 
     # -- what the decode legs tell --------------------------------------------------------------------------------
 
@@ -380,6 +385,7 @@ class Attempt:
 
     def prefill_answered(self, part: _Part, body: bytes) -> None:
         """A prefill leg's answer is complete."""
+        self.learn(self.prefill)
         if self._handoff.in_turn and not self._hand_over(part, body):
             self.events.leg_failed(kv_missing(self.prefill), (self.prefill,))
         else:

@@ -51,7 +51,7 @@ class PairChoice:
 
     def next(self, failed: Collection[Worker]) -> Placed:
         """See Choice."""
-        pair = self._placer.pair(self._request.model, failed, self._like)
+        pair = self._placer.pair(self._request, failed, self._like)
         if self._handoff.alone(self._request, pair.prefill) is not None:  # though its like can: no engine id is known
             raise GatewayError("no_available_workers", f"prefill worker {pair.prefill.url} cannot hand over")
         return Placed(pair, self._handoff)
@@ -78,11 +78,11 @@ class AloneChoice:
 
     def left(self, failed: Collection[Worker]) -> bool:
         """See Choice."""
-        return bool(self._gateway.placer.alike(self._request.model, self._like, failed))
+        return bool(self._gateway.placer.alike(self._request, self._like, failed))
 
     def next(self, failed: Collection[Worker]) -> Placed:
         """See Choice."""
-        workers = self._gateway.placer.alike(self._request.model, self._like, failed)
+        workers = self._gateway.placer.alike(self._request, self._like, failed)
         if not workers:
             raise GatewayError("no_available_workers", f"No other {self._like.role.value} worker is available")
         return Placed(Pair(workers[0], workers), self._gateway.handoffs.of(workers[0]))

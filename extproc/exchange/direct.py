@@ -222,6 +222,7 @@ class DirectCourse:
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
         self._params = b""
         self._decode.answered(self._turn)
+        self._session.gateway.placer.answered(self._request, self._decode)
         if self._stored:
             self._session.gateway.stored.made(self._stored, self._decode)
         self._fire(Event.DECODE_HEAD_EARLY if self._hold else Event.DECODE_HEAD)
@@ -264,6 +265,8 @@ class DirectCourse:
 
     def prefill_answered(self, leg: PrefillLeg, body: bytes) -> None:  # noqa: ARG002 - PrefillEvents' signature
         """See PrefillEvents."""
+        if self._prefill is not None:
+            self._session.gateway.placer.answered(self._request, self._prefill)
         if self._state is State.PREFILLING and not self._hand_over(body):
             self._error = kv_missing(self._prefill)
             self._fire(Event.PREFILL_FAILED)
@@ -568,7 +571,7 @@ class DirectCourse:
         assert attempts is not None
         assert handoff is not None
         try:
-            pair = gateway.placer.pair(self._request.model, attempts.failed, self._prefill)
+            pair = gateway.placer.pair(self._request, attempts.failed, self._prefill)
             alone = handoff.alone(self._request, pair.prefill)
             if alone is not None:
                 refuse_unknown(gateway, pair.prefill, alone)
@@ -597,8 +600,8 @@ class DirectCourse:
         if params and self._handoff is not None:
             failed = self._decode if self._status >= 400 else None
             unreachable = self._local_reply.endswith("_unreachable")
-            placer, model = self._session.gateway.placer, self._request.model
-            if workers := tellable(placer, model, self._upstreams, failed, unreachable=unreachable):
+            placer = self._session.gateway.placer
+            if workers := tellable(placer, self._request, self._upstreams, failed, unreachable=unreachable):
                 self._order(self._handoff.forgets(params), [workers])
 
     def _order(self, orders: Sequence[tuple[bytes, bytes]], recipients: Sequence[Sequence[Worker]]) -> None:

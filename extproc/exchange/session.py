@@ -284,7 +284,7 @@ class Session:
     def _set_course(self, api: Api, head: RequestHead, raw: bytes) -> Course:
         if api.flow is Flow.KEEPER:
             return self._about_stored(head, raw)
-        request = InferenceRequest.read(api, raw)
+        request = InferenceRequest.read(api, raw, head.fields)
         model = self.gateway.config.model_aliases.get(request.model or "")
         if model is not None:
             request = request.renamed(model)
@@ -294,9 +294,9 @@ class Session:
         record.samples = request.samples
         gateway = self.gateway
         if api.flow is Flow.PREFILL_ONLY:
-            return DirectCourse.alone(self, head, request, gateway.placer.prefills(request.model))
+            return DirectCourse.alone(self, head, request, gateway.placer.prefills(request))
         try:
-            pair = gateway.placer.pair(request.model)
+            pair = gateway.placer.pair(request)
         except GatewayError:
             course = self._without_prefill(head, request)
             if course is None:
@@ -321,7 +321,7 @@ class Session:
     def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:
         """The course of a request that one worker of the pair answers alone."""
         placer = self.gateway.placer
-        workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request.model, pair.prefill)
+        workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request, pair.prefill)
         if request.api is RESPONSES and isinstance(before := request.body.get("previous_response_id"), str):
             keeper = self.gateway.stored.keeper(before, placer.all_decodes())
             workers = workers if keeper is None else (keeper,)
@@ -330,7 +330,7 @@ class Session:
     def _without_prefill(self, head: RequestHead, request: InferenceRequest) -> Course | None:
         """The course of a request for which there is no pair, where a decode may serve without."""
         gateway = self.gateway
-        decodes = gateway.placer.decodes(request.model)
+        decodes = gateway.placer.decodes(request)
         waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
         if not waives or not decodes or not gateway.handoffs.of(decodes[0]).waivable:
             return None

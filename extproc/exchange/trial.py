@@ -124,7 +124,7 @@ class Trial(Session):
         request = InferenceRequest.read(api, raw)
         record, gateway = self.record, self.gateway
         record.model = request.model or ""
-        pair = gateway.placer.pair(request.model)
+        pair = gateway.placer.pair(request)
         handoff = gateway.handoffs.of(pair.prefill)
         if handoff.prefixes_ids:
             record.leg_id = record.request_id.removeprefix(api.id_prefix.encode())

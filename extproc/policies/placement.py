@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
 from extproc.policies.fail_over import FailOver
-from extproc.policies.policy import Policy
+from extproc.policies.policy import Policy, RequestView
 from extproc.workers.pairing import hand_over_alike, of_one_model, why_none
 from extproc.workers.pairs import Pairs, Tiers
 from extproc.workers.worker import Role, Worker
@@ -68,11 +68,11 @@ class Placer:
         self._decode = decode
         self._fail_over = FailOver(CANDIDATES)
 
-    def pair(self, model: str | None, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
+    def pair(self, request: RequestView, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
         """A prefill worker and decode workers that it may hand a KV cache to.
 
         Args:
-            model: that both must serve; None for any, but the same.
+            request: names the model that both must serve; none for any, but the same.
             without: workers that are not to be chosen.
             like: the prefill worker must hand over as this one does.
 
@@ -80,13 +80,13 @@ class Placer:
             GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one, or
                 ``no_compatible_pd_pair``.
         """
-        pairs = self._fleet.pairs(model)
+        pairs = self._fleet.pairs(request.model)
         prefills = pairs.prefills if like is None else pairs.like(like)
-        prefill = self._first(pairs, prefills, without) if prefills else None
+        prefill = self._first(pairs, prefills, without, request) if prefills else None
         if prefill is None:
-            raise self._no_pair(pairs, model, without, like)
+            raise self._no_pair(pairs, request.model, without, like)
         tiers = pairs.tiers(prefill)
-        ranked = self._nearest(tiers, without) if len(tiers) > 1 else self._ranked(tiers[0], without)
+        ranked = self._nearest(tiers, without, request) if len(tiers) > 1 else self._ranked(tiers[0], without, request)
         return Pair(prefill, self._fail_over.order(ranked, tiers, without))
 
     def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
@@ -95,7 +95,7 @@ class Placer:
         return any(_has_partner(pairs, prefill, without) for prefill in pairs.like(like) if prefill not in without)
 
     def alike(
-        self, model: str | None, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
+        self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
     ) -> Sequence[Worker]:
         """Workers in order of preference that may be given what was meant for ``like``; none may be left.
 
@@ -103,19 +103,21 @@ class Placer:
         """
         found = tuple(
             worker
-            for worker in self._fleet.usable(like.role, model)
+            for worker in self._fleet.usable(like.role, request.model)
             if hand_over_alike(worker, like)
             and worker.api_key == like.api_key
             and worker not in without
             and (not partner or worker.pairing == like.pairing)
         )
         policy = self._decode if like.role is Role.DECODE else self._prefill
-        return self._fail_over.order(policy.rank(found, CANDIDATES), (found,), lasting=False) if found else ()
+        if not found:
+            return ()
+        return self._fail_over.order(policy.rank(found, CANDIDATES, request), (found,), lasting=False)
 
-    def decodes(self, model: str | None) -> Sequence[Worker]:
+    def decodes(self, request: RequestView) -> Sequence[Worker]:
         """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
-        found = self._fleet.usable(Role.DECODE, model)
-        return self._in_order(self._decode, found) if found else ()
+        found = self._fleet.usable(Role.DECODE, request.model)
+        return self._in_order(self._decode, found, request) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be asked something now, in no order of preference.
@@ -124,51 +126,64 @@ class Placer:
         """
         return self._fleet.healthy(Role.DECODE)
 
-    def prefills(self, model: str | None, like: Worker | None = None) -> Sequence[Worker]:
+    def prefills(self, request: RequestView, like: Worker | None = None) -> Sequence[Worker]:
         """Prefill workers in order of preference, for a request that one of them answers alone.
 
         Args:
-            model: that they must serve; None for any.
+            request: names the model that they must serve; none for any.
             like: the first of them, if there is one that must be; the others are of its kind.
 
         Raises:
             GatewayError: as :meth:`pair`.
         """
-        prefills = self._fleet.usable(Role.PREFILL, model)
+        prefills = self._fleet.usable(Role.PREFILL, request.model)
         if not prefills:
-            raise self._nobody(model, Role.PREFILL)
+            raise self._nobody(request.model, Role.PREFILL)
         if like is not None:
             others = tuple(worker for worker in prefills if worker is not like and hand_over_alike(worker, like))
             return self._fail_over.order((like, *others[: CANDIDATES - 1]), (prefills,))
-        return self._in_order(self._prefill, prefills)
+        return self._in_order(self._prefill, prefills, request)
+
+    def answered(self, request: RequestView, worker: Worker) -> None:
+        """A leg of ``request`` on ``worker`` was answered as it should be."""
+        policy = self._decode if worker.role is Role.DECODE else self._prefill
+        if policy.learns:
+            policy.learn(request, worker)
+
+    def forget(self, worker: Worker) -> None:
+        """``worker`` is gone, or may be another process: what it had is lost."""
+        self._prefill.forget(worker)
+        self._decode.forget(worker)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _in_order(self, policy: Policy, candidates: Sequence[Worker]) -> Sequence[Worker]:
+    def _in_order(self, policy: Policy, candidates: Sequence[Worker], request: RequestView) -> Sequence[Worker]:
         """Whom ``policy`` takes of ``candidates``, and where the same request may go when that one refuses it."""
-        return self._fail_over.order(_of_one_kind(policy.rank(candidates, CANDIDATES)), (candidates,))
+        return self._fail_over.order(_of_one_kind(policy.rank(candidates, CANDIDATES, request)), (candidates,))
 
-    def _first(self, pairs: Pairs, prefills: Sequence[Worker], without: Collection[Worker]) -> Worker | None:
+    def _first(
+        self, pairs: Pairs, prefills: Sequence[Worker], without: Collection[Worker], request: RequestView
+    ) -> Worker | None:
         """The prefill worker whose turn it is of those that have a partner left; None when none has."""
         if not without:
-            return self._prefill.rank(prefills, 1)[0]
+            return self._prefill.rank(prefills, 1, request)[0]
         # As a set of its own: the turn of the whole one is the next request's, not this one's second.
         left = tuple(worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without))
-        return self._prefill.rank(left, 1)[0] if left else None
+        return self._prefill.rank(left, 1, request)[0] if left else None
 
-    def _ranked(self, decodes: Sequence[Worker], without: Collection[Worker]) -> Sequence[Worker]:
+    def _ranked(self, decodes: Sequence[Worker], without: Collection[Worker], request: RequestView) -> Sequence[Worker]:
         """As many of ``decodes`` as Envoy may try, best first; none when all are to be left out."""
         left = tuple(worker for worker in decodes if worker not in without) if without else decodes
-        return self._decode.rank(left, CANDIDATES) if left else ()
+        return self._decode.rank(left, CANDIDATES, request) if left else ()
 
-    def _nearest(self, tiers: Tiers, without: Collection[Worker]) -> Sequence[Worker]:
+    def _nearest(self, tiers: Tiers, without: Collection[Worker], request: RequestView) -> Sequence[Worker]:
         """The same, of several groups the nearest first: see the module."""
         chosen: Sequence[Worker] = ()
         passed: list[Worker] = []  # of nearer groups, which are busy
         for tier in tiers:
             if chosen and chosen[0].load <= NEAR_FACTOR:  # then nobody far can have less than half
                 break
-            ranked = self._ranked(tier, without)
+            ranked = self._ranked(tier, without, request)
             if ranked and (not chosen or chosen[0].load > NEAR_FACTOR * (ranked[0].load + 1)):
                 passed, chosen = [*chosen, *passed], ranked
         found = [*chosen, *passed]

@@ -1,18 +1,52 @@
-"""What a policy is."""
+"""What a policy is, and what it may know of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from extproc.workers.worker import Worker
 
 
-class Policy(Protocol):
-    """Ranks the workers that could serve a request."""
+class RequestView(Protocol):
+    """The part of a request that placement and policies need; an InferenceRequest is one."""
 
-    def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
+    @property
+    def model(self) -> str | None:
+        """The model that it names; None when it names none."""
+
+    @property
+    def fields(self) -> Mapping[str, bytes]:
+        """The (last) value of every header, by lower-case name."""
+
+    @property
+    def notes(self) -> dict[object, object]:
+        """What a policy has worked out of the request, under a key of its own: it is asked more than once."""
+
+    def prompt_tokens(self) -> int:
+        """About how many tokens its prompts have, all together."""
+
+    def prompt_bytes(self) -> bytes:
+        """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids."""
+
+
+class Policy(ABC):
+    """Ranks the workers of one role that could serve a request, and may learn from what became of it."""
+
+    # Whether :meth:`learn` and :meth:`forget` do anything; who does not learn need not be told.
+    learns = False
+
+    @abstractmethod
+    def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:
         """At most ``limit`` of ``candidates`` (at least one), best first.
 
-        The first is meant to serve; the others are where Envoy may go when it refuses the connection.
+        The first is meant to serve; the others are where Envoy may go when it refuses the connection. ``candidates``
+        is the fleet's own tuple, the same object until something changes, or one made for this request.
         """
+
+    def learn(self, request: RequestView, worker: Worker) -> None:  # noqa: B027 - most policies learn nothing
+        """A leg of ``request`` on ``worker`` was answered as it should be: its KV cache has the prompt."""
+
+    def forget(self, worker: Worker) -> None:  # noqa: B027
+        """``worker`` is gone, or may be another process: what it had is lost."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from extproc.policies.policy import Policy, RequestView
 from extproc.workers.worker import Worker
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """See the module."""
 
-    def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
+    def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """A random selection in random order."""
         if len(candidates) == 1:
             return candidates

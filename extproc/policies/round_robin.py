@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from extproc.policies.policy import Policy, RequestView
 from extproc.workers.worker import Worker
 
 _TURNS: Final = 16  # sets whose turn is remembered; of another it is found by who of it was chosen last
@@ -30,7 +31,7 @@ class _Turn:
         self.rankings: dict[tuple[int, int], Sequence[Worker]] = {}  # by start and limit
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(Policy):
     """See the module."""
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class RoundRobinPolicy:
         self._chosen: dict[str, int] = {}  # when each was chosen last, in calls; by the id of a worker
         self._calls = 0
 
-    def rank(self, candidates: Sequence[Worker], limit: int) -> Sequence[Worker]:
+    def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """The next candidate and those after it."""
         turn = self._turns.get(id(candidates))
         if turn is None:
