@@ -365,3 +365,12 @@ def test_what_is_known_counts_before_what_is_guessed():
     assert rig.rank(prompt)[1][0] is holder
     rig.policy.forget(holder)
     assert exact.told == [holder, None]
+
+
+def test_what_is_booked_counts_beside_what_is_known():
+    exact = Exact()
+    rig = Rig(exact=exact)
+    exact.held = dict.fromkeys(rig.workers, 0)
+    shared = text(20_000)
+    chosen = [rig.sent(shared + text(300, seed))[1] for seed in range(3)]
+    assert len(set(chosen)) == 1

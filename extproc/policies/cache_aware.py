@@ -186,6 +186,9 @@ class CacheAwarePolicy(Policy):
             if known is not None:
                 for worker, tokens in known.items():
                     overlaps[worker] = BYTES_PER_TOKEN * tokens
+                # No engine says what is only on its way to it.
+                for worker, size in self._index.promised(chain, now).items():
+                    overlaps[worker] = max(overlaps.get(worker, 0), size)
         return overlaps
 
     def _costs(

@@ -167,6 +167,16 @@ class PrefixIndex:
         bookings.append(booking)
         return booking
 
+    def promised(self, chain: PromptChain, now: float) -> dict[Worker, int]:
+        """How many bytes of the beginning of a prompt workers will hold for which it is booked."""
+        found: dict[Worker, int] = {}
+        if self._booked:
+            for place, number in enumerate(chain.upto(chain.count)):
+                booking = self._booked.get(number)
+                if booking is not None and booking.until > now and booking.cache.room >= 0:
+                    found[booking.cache.worker] = chain.ends[place]
+        return found
+
     def take_back(self, booking: Booking) -> None:
         """It has become knowledge, or nothing will come of it."""
         if booking.over:
