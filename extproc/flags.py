@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from extproc.peer_options import NOT_AVAILABLE_YET, not_available
+from extproc.peer_options import ALIASES, NOT_AVAILABLE_YET, not_available
 from extproc.settings import Group, Option, Settings
 from extproc.sources import SettingsError, flag_of, load_settings
 
@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         option = next(item for item in field.metadata if isinstance(item, Option))
         _add_setting(groups[option.group], name, field, option)
+    for alias, name in ALIASES.items():
+        dest = name.replace("-", "_")
+        parser.add_argument(f"--{alias}", dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in sorted(NOT_AVAILABLE_YET):
         parser.add_argument(f"--{name}", action=_NotAvailable, help=argparse.SUPPRESS)
 

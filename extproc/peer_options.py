@@ -8,32 +8,34 @@ from __future__ import annotations
 
 # smg 1.13.0; names without the leading dashes, aliases included.
 _OPTIONS = """
-assignment-mode backend balance-abs-threshold balance-rel-threshold balance-token-usage-threshold block-size
-bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
+assignment-mode backend bucket-adjust-interval-secs
 chat-template
 decode-selector
 disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider
 dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
-eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs
+header-read-timeout-secs health-check-port idle-connection-timeout-secs
 job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-annotation kv-index
 least-load-default-throughput least-load-kv-pressure-weight least-load-max-waiting-requests
 least-load-mean-prefill-tokens log-dir max-background-responses max-buffered-request-bytes
-max-concurrent-requests max-idle-secs max-tree-size mcp-config-path mm-allow-private-media-hosts
+max-concurrent-requests max-idle-secs mcp-config-path mm-allow-private-media-hosts
 mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model
-model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint overlap-decay
-overload-token-usage-threshold parser pd-admission-wait-secs power-of-two-load-metric
+model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint
+parser pd-admission-wait-secs power-of-two-load-metric
 prefill-max-inflight-requests-per-worker prefill-queue-size prefill-queue-timeout-secs prefill-selector
 prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count priority-scheduler-enabled
 prometheus-duration-buckets queue-size queue-timeout-secs rate-limit-tokens-per-second reasoning-parser
 remove-unhealthy-workers router-selector routing-key-headers routing-key-override
-selection-accounting-ttl-ms selection-temperature selector service-discovery service-discovery-namespace
+selection-accounting-ttl-ms selector service-discovery service-discovery-namespace
 service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-overload-protection worker-overload-shed
 worker-overload-token-usage worker-overload-waiting-requests worker-stale-secs
 worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
-_POLICIES = "bucket cache_aware consistent_hashing least_load manual passthrough power_of_two prefix_hash"
+_POLICIES = "bucket consistent_hashing least_load manual passthrough power_of_two prefix_hash"
+
+# Other names of the peer's for an option, and what it is called here.
+ALIASES = {"cache-match-threshold": "cache-threshold", "eviction-interval": "eviction-interval-secs"}
 
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())
 POLICIES_NOT_AVAILABLE_YET = frozenset(_POLICIES.split())

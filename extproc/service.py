@@ -37,6 +37,8 @@ from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.openness import warn_of_openness
+from extproc.policies.cache_aware import CacheAwarePolicy
+from extproc.policies.cache_options import CacheAwareSettings
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
@@ -60,9 +62,12 @@ from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
 
 _log: Final = logging.getLogger(__name__)
-_POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
-    PolicyName.RANDOM: RandomPolicy,
-    PolicyName.ROUND_ROBIN: RoundRobinPolicy,
+_POLICIES: Final[dict[PolicyName, Callable[[Settings, Role], Policy]]] = {
+    PolicyName.RANDOM: lambda _settings, _role: RandomPolicy(),
+    PolicyName.ROUND_ROBIN: lambda _settings, _role: RoundRobinPolicy(),
+    PolicyName.CACHE_AWARE: lambda settings, role: CacheAwarePolicy(
+        CacheAwareSettings.of(settings), time.monotonic, role
+    ),
 }
 _LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _GONE: Final = (Status.NOT_READY, Status.FAILED)
@@ -127,7 +132,11 @@ class Service:
         )
         self.gateway = Gateway(
             _gateway_config(settings),
-            Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
+            Placer(
+                self.registry,
+                _POLICIES[settings.prefill_policy](settings, Role.PREFILL),
+                _POLICIES[settings.decode_policy](settings, Role.DECODE),
+            ),
             Handoffs(mooncake_in_turn=settings.mooncake_dispatch is MooncakeDispatch.SEQUENTIAL),
             self._egress,
             LoopClock(),

@@ -24,9 +24,11 @@ from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
+from extproc.policies.cache_options import CacheIndex
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     AddressText,
+    Boundaries,
     Connector,
     ControlKeys,
     Count,
@@ -53,6 +55,7 @@ from extproc.values import (
 from extproc.workers.pairing import PairingMode
 
 __all__ = [
+    "CacheIndex",
     "Group",
     "GrpcTransport",
     "KvMissing",
@@ -161,14 +164,40 @@ class Settings(BaseModel):
     pd_pairing_mode: Annotated[PairingMode, Option(
         Group.POLICIES, "what is unknown fits all (lenient), none (strict); off", "NAME")] = PairingMode.LENIENT
     policy: Annotated[Policy, Option(
-        Group.POLICIES, "random or round_robin, for roles without one of their own", "NAME")
-    ] = PolicyName.ROUND_ROBIN
+        Group.POLICIES, "cache_aware, round_robin or random, for both roles", "NAME")
+    ] = PolicyName.CACHE_AWARE
     prefill_policy: Annotated[Policy, Option(
         Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
     ] = _from_settings_before(lambda data: data["policy"])
     decode_policy: Annotated[Policy, Option(
         Group.POLICIES, "policy for decode workers", "NAME", "as --policy")
     ] = _from_settings_before(lambda data: data["policy"])
+    cache_threshold: Annotated[Share, Option(
+        Group.POLICIES, "cache_aware: who holds less of a prompt, holds nothing", "SHARE")] = 0.0
+    balance_abs_threshold: Annotated[Tally, Option(
+        Group.POLICIES, "cache_aware: not who has so many requests over the mean", "COUNT")] = 64
+    balance_rel_threshold: Annotated[Growth, Option(
+        Group.POLICIES, "cache_aware: and so many times the mean", "FACTOR")] = 1.5
+    balance_token_usage_threshold: Annotated[Share, Option(
+        Group.POLICIES, "cache_aware: only load counts if KV usage differs so much", "GAP")] = 1.0
+    overload_token_usage_threshold: Annotated[Share, Option(
+        Group.POLICIES, "cache_aware: only load counts if one KV cache is so full", "MAX")] = 1.0
+    overlap_decay: Annotated[Grace, Option(
+        Group.POLICIES, "cache_aware: what is held counts 1 / (1 + this * load)", "FACTOR")] = 0.0
+    selection_temperature: Annotated[Grace, Option(
+        Group.POLICIES, "cache_aware: 0: the best; more: others, too, by chance", "FACTOR")] = 0.0
+    max_tree_size: Annotated[Count, Option(
+        Group.POLICIES, "cache_aware: memory for what workers hold, per role", "BYTES")] = 67108864
+    block_size: Annotated[Count, Option(
+        Group.POLICIES, "cache_aware: prompts are told apart by 4 such blocks", "TOKENS")] = 16
+    cache_boundaries: Annotated[Boundaries, Option(
+        Group.POLICIES, "cache_aware: only at these places instead", "TOKENS", "none")] = ()
+    cache_index: Annotated[CacheIndex, Option(
+        Group.POLICIES, "cache_aware: tree; hash: known for a time, of three workers", "NAME")] = CacheIndex.TREE
+    cache_ttl_secs: Annotated[Duration, Option(
+        Group.POLICIES, "cache_aware: that time", "SECONDS")] = 180
+    eviction_interval_secs: Annotated[Duration, Option(
+        Group.POLICIES, "cache_aware: time between two looks at what is lost by age", "SECONDS")] = 60
 
     model_alias: Annotated[ModelAliases, Option(
         Group.CLIENTS, "another name for a model; repeatable", "ALIAS=MODEL", "none")] = ()

@@ -36,6 +36,7 @@ class PolicyName(Enum):
 
     RANDOM = "random"
     ROUND_ROBIN = "round_robin"
+    CACHE_AWARE = "cache_aware"
 
 
 class GrpcTransport(Enum):
@@ -155,6 +156,21 @@ def _growing(number: float) -> float:
     return number
 
 
+def _boundaries(value: object) -> object:
+    """Whole numbers from a list, or from text with commas or blanks between them."""
+    parts: tuple[object, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
+    numbers: list[object] = []
+    for part in parts:
+        numbers += [number for number in re.split(r"[,\s]+", part) if number] if isinstance(part, str) else [part]
+    return numbers
+
+
+def _rising(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    if any(number < 1 for number in numbers) or list(numbers) != sorted(set(numbers)):
+        raise ValueError("Must be >= 1, each more than the one before")
+    return numbers
+
+
 def _share(number: float) -> float:
     if not 0 <= number <= 1:
         raise ValueError("Must be between 0 and 1")
@@ -203,6 +219,7 @@ UrlPath = Annotated[str, AfterValidator(_path_of_url)]
 Policy = Annotated[PolicyName, BeforeValidator(_policy)]
 HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]
 Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
+Boundaries = Annotated[tuple[int, ...], BeforeValidator(_boundaries), AfterValidator(_rising)]  # tokens
 Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
 Connector = Annotated[str, AfterValidator(_connector)]
 ControlKeys = Annotated[

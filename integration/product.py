@@ -150,6 +150,7 @@ class Product:
             "disable_circuit_breaker": True,
             "drain_settle_secs": 0,
             "shutdown_grace_period_secs": 0,
+            "policy": "round_robin",  # who is next is known
             "log_level": "error",
             "prefill": [self._start_option(mock) for mock in self.prefills],
             "decode": [self._start_option(mock) for mock in self.decodes],

@@ -73,6 +73,7 @@ class Asked:
     model: str | None = "tiny"
     fields: dict[str, bytes] = field(default_factory=dict)
     prompt: bytes = b'"a prompt"'
+    context: bytes = b""
     tokens: int = 8
     notes: dict = field(default_factory=dict)
 
@@ -81,6 +82,9 @@ class Asked:
 
     def prompt_bytes(self) -> bytes:
         return self.prompt
+
+    def prompt_context(self) -> bytes:
+        return self.context
 
 
 class FakeFleet:

@@ -98,16 +98,16 @@ MULTIPLE = """--pd-disaggregation --prefill http://prefill1:8000 8998 --prefill 
               --decode http://decode1:8001 --decode http://decode2:8001"""
 GRPC = "grpc:// workers are not served yet; use http:// or https://"
 NOT_YET = "is an option of smg that is not available yet"
-POLICY_NOT_YET = "is not available yet; there are: random, round_robin"
+POLICY_NOT_YET = "is not available yet; there are: random, round_robin, cache_aware"
 
 
 @pytest.mark.parametrize(
     ("options", "complaints"),
     [
         (
-            f"{MULTIPLE} --prefill-policy cache_aware --decode-policy power_of_two",
+            f"{MULTIPLE} --prefill-policy prefix_hash --decode-policy power_of_two",
             [
-                f"--prefill-policy: policy cache_aware {POLICY_NOT_YET} (got 'cache_aware')",
+                f"--prefill-policy: policy prefix_hash {POLICY_NOT_YET} (got 'prefix_hash')",
                 f"--decode-policy: policy power_of_two {POLICY_NOT_YET} (got 'power_of_two')",
             ],
         ),
@@ -282,7 +282,7 @@ def test_defaults_in_help_are_the_models(capsys: pytest.CaptureFixture[str]) -> 
         ("--port PORT", "30000"),
         ("--max-payload-size BYTES", "536870912"),
         ("--request-id-headers NAME", "x-request-id x-correlation-id x-trace-id request-id"),
-        ("--policy NAME", "round_robin"),
+        ("--policy NAME", "cache_aware"),
         (r"--\[no-\]response-headers", "on"),
         ("--no-envoy", "off"),
     ]:

@@ -60,6 +60,7 @@ ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
 # Options named that are not ours: the engines', the peer's, and those of other programs of ours.
 OTHERS_OPTIONS = {
+    "--disaggregation-decode-enable-radix-cache",
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
     *(
         "--data-parallel-size",

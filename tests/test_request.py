@@ -6,6 +6,7 @@ import pytest
 
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import (
+    APIS,
     CHAT,
     COMPLETIONS,
     COUNT_TOKENS,
@@ -197,3 +198,16 @@ def test_about_how_long_the_prompts_are(api, body, tokens):
 def test_many_token_ids_are_not_all_counted(width):
     ids = [10 ** (width - 1)] * 50_000
     assert read(GENERATE, {"input_ids": ids}).prompt_tokens() == pytest.approx(50_000, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "context"),
+    [
+        ("/v1/chat/completions", {"messages": []}, b""),
+        ("/v1/chat/completions", {"tools": [{"a": 1}], "messages": [], "cache_salt": "s"}, b'[{"a": 1}]"s"'),
+        ("/v1/messages", {"messages": [], "system": "be brief"}, b'"be brief"'),
+        ("/v1/responses", {"input": "x", "instructions": "be brief"}, b'"be brief"'),
+    ],
+)
+def test_what_the_model_reads_before_its_prompt(path, body, context):
+    assert InferenceRequest.read(APIS[path], json.dumps(body).encode()).prompt_context() == context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from pydantic import ValidationError
 
 from extproc import settings as settings_module
 from extproc.control.keys import ControlKey
+from extproc.flags import add_arguments, read_settings
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAlias
 from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
 from extproc.settings import (
+    CacheIndex,
     GrpcTransport,
     KvMissing,
     Mode,
@@ -67,6 +70,12 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.disable_circuit_breaker is False
     assert settings.drain_settle_secs == 5
     assert settings.pd_pairing_mode is PairingMode.LENIENT
+    assert settings.policy is settings.prefill_policy is settings.decode_policy is PolicyName.CACHE_AWARE
+    assert (settings.balance_abs_threshold, settings.balance_rel_threshold) == (64, 1.5)
+    assert (settings.balance_token_usage_threshold, settings.overload_token_usage_threshold) == (1, 1)
+    assert (settings.overlap_decay, settings.selection_temperature, settings.cache_boundaries) == (0, 0, ())
+    assert (settings.max_tree_size, settings.block_size, settings.cache_index) == (67108864, 16, CacheIndex.TREE)
+    assert (settings.cache_ttl_secs, settings.eviction_interval_secs) == (180, 60)
     assert settings.model_alias == ()
     assert settings.retry_max_retries == 5
     assert (settings.retry_initial_backoff_ms, settings.retry_max_backoff_ms) == (50, 30000)
@@ -80,7 +89,7 @@ def test_the_defaults_are_the_peers() -> None:
 
 def test_our_own_defaults() -> None:
     settings = load()
-    assert settings.policy is PolicyName.ROUND_ROBIN
+    assert settings.cache_threshold == 0  # the peer's 0.3 costs hits here
     assert settings.envoy_admin_port == 9901
     assert settings.envoy_concurrency == usable_cores()
     assert settings.grpc_transport is GrpcTransport.NGH2
@@ -153,6 +162,19 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
     "decode_policy": ("random", "random", PolicyName.RANDOM),
+    "cache_threshold": ("0.5", "0.5", 0.5),
+    "balance_abs_threshold": ("7", "7", 7),
+    "balance_rel_threshold": ("7", "7", 7.0),
+    "balance_token_usage_threshold": ("0.5", "0.5", 0.5),
+    "overload_token_usage_threshold": ("0.5", "0.5", 0.5),
+    "overlap_decay": ("0.5", "0.5", 0.5),
+    "selection_temperature": ("0.5", "0.5", 0.5),
+    "max_tree_size": ("7", "7", 7),
+    "block_size": ("32", "32", 32),
+    "cache_boundaries": ("512, 2048", "[512, 2048]", (512, 2048)),
+    "cache_index": ("hash", "hash", CacheIndex.HASH),
+    "cache_ttl_secs": ("7", "7", 7),
+    "eviction_interval_secs": ("7", "7", 7),
     "host": ("::1", "'::1'", "::1"),
     "port": ("81", "81", 81),
     "api_key": ("secret", "secret", "secret"),
@@ -445,7 +467,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("log_level", "trace", "Input should be 'debug', 'info', 'warn' or 'error' (got 'trace')"),
     ("log_json", "perhaps", "Input should be a valid boolean, unable to interpret input (got 'perhaps')"),
     ("grpc_transport", "h3", "Input should be 'ngh2' or 'grpcio' (got 'h3')"),
-    ("policy", "best", "Input should be 'random' or 'round_robin' (got 'best')"),
+    ("policy", "best", "Input should be 'random', 'round_robin' or 'cache_aware' (got 'best')"),
     ("envoy_path", "", "Must not be empty (got '')"),
     ("extproc_address", "unix:x.sock", "A unix socket's path must be absolute: unix:/path (got 'unix:x.sock')"),
     ("extproc_address", "::1:81", "'::1:81': expected unix:/path or host:port, an IPv6 host in brackets"),
@@ -483,7 +505,7 @@ def test_an_empty_url_is_named() -> None:
 def test_the_peers_other_policies_are_refused_by_name(field: str, policy: str) -> None:
     flag = f"--{field.replace('_', '-')}"
     assert problems({field: policy}) == [
-        f"{flag}: policy {policy} is not available yet; there are: random, round_robin (got {policy!r})"
+        f"{flag}: policy {policy} is not available yet; there are: random, round_robin, cache_aware (got {policy!r})"
     ]
 
 
@@ -664,3 +686,31 @@ def test_keys_of_the_control_api_that_cannot_be(flags: dict[str, object], proble
 def test_keys_are_not_shown() -> None:
     settings = load({"control_plane_api_keys": ["a:A:admin:s3cret"], "api_key": "s4cret"})
     assert "cret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("alias", "field"), [("cache_match_threshold", "cache_threshold"), ("eviction_interval", "eviction_interval_secs")]
+)
+def test_other_names_of_an_option(yaml_file: Path, alias: str, field: str) -> None:
+    variable = f"PD_EXTPROC_{alias.upper()}"
+    assert getattr(load(environ={variable: "0.5"}), field) == 0.5
+    yaml_file.write_text(f"{alias}: 0.5\n")
+    assert getattr(load(config=str(yaml_file)), field) == 0.5
+    yaml_file.write_text(f"{alias}: 0.5\n{field}: 0.5\n")
+    assert problems(config=str(yaml_file)) == [f"{yaml_file}: {field}: given twice"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flag = f"--{alias.replace('_', '-')}"
+    assert getattr(read_settings(parser.parse_args([flag, "0.5"])), field) == 0.5
+
+
+def test_an_option_under_both_names_in_the_environment() -> None:
+    environ = {"PD_EXTPROC_CACHE_THRESHOLD": "0.5", "PD_EXTPROC_CACHE_MATCH_THRESHOLD": "0.5"}
+    (problem,) = problems(environ=environ)
+    assert "given twice" in problem
+
+
+@pytest.mark.parametrize("text", ["0", "512 512", "512,256"])
+def test_boundaries_rise(text: str) -> None:
+    (problem,) = problems({"cache_boundaries": text})
+    assert problem.startswith("--cache-boundaries: Must be >= 1, each more than the one before")

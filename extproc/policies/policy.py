@@ -30,6 +30,9 @@ class RequestView(Protocol):
     def prompt_bytes(self) -> bytes:
         """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids."""
 
+    def prompt_context(self) -> bytes:
+        """What else the model reads before its prompt, such as tools, as it stands in the body; mostly nothing."""
+
 
 class Policy(ABC):
     """Ranks the workers of one role that could serve a request, and may learn from what became of it."""

@@ -1,0 +1,54 @@
+"""``python -m bench.simulate``: the command line of the simulation."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+from bench.simulate import report
+from bench.simulate.decode import compare_decodes
+from bench.simulate.fleet import Fleet
+from bench.simulate.rules import RULES
+from bench.simulate.traffic import SCENARIOS, conversations
+
+
+def main() -> int:
+    """Run what the command line asks for, and print it as a table in Markdown."""
+    options = _parser().parse_args()
+    if options.decode:
+        print(compare_decodes(options.seed))
+        return 0
+    cells: list[report.Cell] = []
+    names = options.rule or list(RULES)
+    for scenario in [each for each in SCENARIOS if not options.scenario or each.name in options.scenario]:
+        for seed in range(options.seed, options.seed + options.seeds):
+            whole = conversations(scenario, seed)
+            for name in names:
+                random.seed(seed)
+                began = time.process_time()
+                outcome = Fleet(scenario, RULES[name]).run(whole)
+                cells.append(report.cell(scenario.name, name, outcome))
+                print(f"{scenario.name} {seed} {name}: {time.process_time() - began:.0f} s", file=sys.stderr)
+    means = report.means(cells)
+    print(report.table(means))
+    if options.plot:
+        report.plot(means, options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.simulate", description="Compares policies on simulated workers.")
+    parser.add_argument("--scenario", action="append", choices=[each.name for each in SCENARIOS], help="default: all")
+    parser.add_argument("--rule", action="append", choices=list(RULES), help="repeatable; default all")
+    parser.add_argument("--seed", type=int, default=1, help="of the first run")
+    parser.add_argument("--seeds", type=int, default=3, help="how many runs, each with a seed of its own")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as SVG (needs matplotlib)")
+    parser.add_argument("--decode", action="store_true", help="policies for decode workers instead")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
