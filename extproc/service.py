@@ -55,6 +55,7 @@ from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.load_poll import LoadMonitor
+from extproc.workers.overload import USAGE, WAITING, OverloadSettings
 from extproc.workers.registry import Change, Registry
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
@@ -102,6 +103,7 @@ class Service:
             drain_limit=settings.worker_drain_timeout_secs,
             pairing=settings.pd_pairing_mode,
             breaker=_breaker(settings),
+            overload=_overload(settings),
             dp_aware=settings.dp_aware,
         )
         self._monitor = Monitor(
@@ -405,6 +407,15 @@ def _breaker(settings: Settings) -> BreakerSettings:
         timeout=settings.cb_timeout_duration_secs,
         window=settings.cb_window_duration_secs,
         enabled=not settings.disable_circuit_breaker,
+    )
+
+
+def _overload(settings: Settings) -> OverloadSettings:
+    return OverloadSettings(
+        enabled=settings.worker_overload_protection,
+        waiting_requests=settings.worker_overload_waiting_requests or WAITING,
+        token_usage=settings.worker_overload_token_usage or USAGE,
+        shed=settings.worker_overload_shed,
     )
 
 

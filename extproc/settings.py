@@ -44,6 +44,7 @@ from extproc.values import (
     Policy,
     PolicyName,
     Port,
+    Portion,
     Share,
     Tally,
     TcpAddressText,
@@ -230,6 +231,16 @@ class Settings(BaseModel):
         Group.LOAD, "never ask workers and Envoy how loaded they are")] = False
     load_monitor_interval: Annotated[Duration, Option(
         Group.LOAD, "time between two such questions to a worker", "SECONDS")] = 10
+    worker_overload_waiting_requests: Annotated[Count | None, Option(
+        Group.LOAD, "so many in its queues: a worker is overloaded", "N", "8")] = None
+    worker_overload_token_usage: Annotated[Portion | None, Option(
+        Group.LOAD, "so full is its KV cache: the same; above 0, up to 1", "SHARE", "0.8")] = None
+    worker_overload_protection: Annotated[bool, Option(
+        Group.LOAD, "spare overloaded workers", default="on with one of the two before")
+    ] = _from_settings_before(lambda data: not (
+        data["worker_overload_waiting_requests"] is data["worker_overload_token_usage"] is None))
+    worker_overload_shed: Annotated[bool, Option(
+        Group.LOAD, "all are overloaded: 503, not the least loaded")] = False
 
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY
@@ -340,6 +351,12 @@ class Settings(BaseModel):
             raise ValueError(
                 f"--retry-max-backoff-ms {longest} must not be less than --retry-initial-backoff-ms {first}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _overload_is_told(self) -> Settings:
+        if self.worker_overload_protection and self.disable_load_monitoring:
+            raise ValueError("--worker-overload-protection goes by what --disable-load-monitoring has nobody asked")
         return self
 
     @model_validator(mode="after")

@@ -161,6 +161,12 @@ def _share(number: float) -> float:
     return number
 
 
+def _portion(number: float) -> float:
+    if not 0 < number <= 1:
+        raise ValueError("Must be above 0 and at most 1")
+    return number
+
+
 def _connector(name: str) -> str:
     return kv_config(Role.PREFILL, KvConfig(_not_empty(name))).connector
 
@@ -204,6 +210,7 @@ Policy = Annotated[PolicyName, BeforeValidator(_policy)]
 HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]
 Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
 Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
+Portion = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_portion)]
 Connector = Annotated[str, AfterValidator(_connector)]
 ControlKeys = Annotated[
     tuple[Annotated[InstanceOf[ControlKey], BeforeValidator(_control_key)], ...], BeforeValidator(items)

@@ -95,6 +95,7 @@ def test_our_own_defaults() -> None:
     assert settings.on_prefill_failure is OnPrefillFailure.RETRY
     assert settings.kv_missing is KvMissing.RECOMPUTE
     assert settings.mooncake_dispatch is MooncakeDispatch.CONCURRENT
+    assert (settings.worker_overload_protection, settings.worker_overload_shed) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,10 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "health_success_threshold": ("7", "7", 7),
     "disable_load_monitoring": ("true", "true", True),
     "load_monitor_interval": ("7", "7", 7),
+    "worker_overload_protection": ("true", "true", True),
+    "worker_overload_waiting_requests": ("7", "7", 7),
+    "worker_overload_token_usage": ("0.7", "0.7", 0.7),
+    "worker_overload_shed": ("true", "true", True),
     "on_prefill_failure": ("decode-only", "decode-only", OnPrefillFailure.DECODE_ONLY),
     "kv_missing": ("fail", "fail", KvMissing.FAIL),
     "retry_max_retries": ("7", "7", 7),
@@ -664,3 +669,27 @@ def test_keys_of_the_control_api_that_cannot_be(flags: dict[str, object], proble
 def test_keys_are_not_shown() -> None:
     settings = load({"control_plane_api_keys": ["a:A:admin:s3cret"], "api_key": "s4cret"})
     assert "cret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [
+        ({}, False),
+        ({"worker_overload_protection": "true"}, True),
+        ({"worker_overload_waiting_requests": "3"}, True),
+        ({"worker_overload_token_usage": "0.5"}, True),
+        ({"worker_overload_token_usage": "0.5", "worker_overload_protection": "false"}, False),
+    ],
+)
+def test_a_limit_switches_overload_protection_on(given: dict[str, object], *, on: bool) -> None:
+    assert load(given).worker_overload_protection is on
+
+
+@pytest.mark.parametrize("share", ["0", "1.1", "-0.5", "nan"])
+def test_a_limit_of_usage_is_a_share(share: str) -> None:
+    assert problems({"worker_overload_token_usage": share})
+
+
+def test_overload_protection_needs_somebody_to_ask() -> None:
+    (problem,) = problems({"worker_overload_protection": "true", "disable_load_monitoring": "true"})
+    assert "--disable-load-monitoring" in problem
