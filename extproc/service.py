@@ -35,6 +35,7 @@ from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
+from extproc.lone_decodes import LoneDecodeWarnings
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.openness import warn_of_openness
 from extproc.policies.placement import Placer
@@ -143,6 +144,8 @@ class Service:
         server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
         self._server: ProcessServer = server(others=self._access_logs.methods)
         self.registry.subscribe(self._on_change)
+        if self.gateway.conditional is not None:
+            LoneDecodeWarnings(self.registry, self.gateway.handoffs, _conditions(settings))
 
     @property
     def metrics_port(self) -> int:
@@ -410,6 +413,15 @@ def _breaker(settings: Settings) -> BreakerSettings:
     )
 
 
+def _conditions(settings: Settings) -> str:
+    """The options of conditional disaggregation that are given."""
+    given = {
+        "--pd-min-prompt-tokens": settings.pd_min_prompt_tokens,
+        "--pd-min-uncached-tokens": settings.pd_min_uncached_tokens,
+    }
+    return ", ".join(flag for flag, tokens in given.items() if tokens)
+
+
 def _overload(settings: Settings) -> OverloadSettings:
     return OverloadSettings(
         enabled=settings.worker_overload_protection,
@@ -430,6 +442,8 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         retry=_retry_policy(settings),
         retry_released=settings.retry_released,
         kv_missing=settings.kv_missing,
+        min_prompt_tokens=settings.pd_min_prompt_tokens,
+        min_uncached_tokens=settings.pd_min_uncached_tokens,
         model_aliases=dict(settings.model_alias),
     )
 

@@ -171,6 +171,11 @@ class Settings(BaseModel):
         Group.POLICIES, "policy for decode workers", "NAME", "as --policy")
     ] = _from_settings_before(lambda data: data["policy"])
 
+    pd_min_prompt_tokens: Annotated[Tally, Option(
+        Group.POLICIES, "shorter prompts: on the decode worker alone; 0: none", "COUNT")] = 0
+    pd_min_uncached_tokens: Annotated[Tally, Option(
+        Group.POLICIES, "so do those of which it has cached all but fewer", "COUNT")] = 0
+
     model_alias: Annotated[ModelAliases, Option(
         Group.CLIENTS, "another name for a model; repeatable", "ALIAS=MODEL", "none")] = ()
     host: Annotated[IpAddress, Option(
@@ -350,6 +355,14 @@ class Settings(BaseModel):
         if longest < first:
             raise ValueError(
                 f"--retry-max-backoff-ms {longest} must not be less than --retry-initial-backoff-ms {first}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cached_tokens_are_known(self) -> Settings:
+        if self.pd_min_uncached_tokens and self.decode_policy.value != "cache_aware":
+            raise ValueError(
+                "--pd-min-uncached-tokens needs --decode-policy cache_aware: no other knows what is cached"
             )
         return self
 

@@ -148,6 +148,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
     "token_reuse": ("false", "false", False),
     "pd_pairing_mode": ("strict", "strict", PairingMode.STRICT),
+    "pd_min_prompt_tokens": ("7", "7", 7),
     "model_alias": ("a=m; b=x=y", "{a: m, b: 'x=y'}", (ModelAlias("a", "m"), ModelAlias("b", "x=y"))),
     "dp_aware": ("true", "true", True),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
@@ -221,7 +222,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 
 
 # A rule between fields is about it: it has a test of its own.
-APART = {"prefill_kv_engine_id"}
+APART = {"prefill_kv_engine_id", "pd_min_uncached_tokens"}
 
 
 @pytest.mark.parametrize("field", [field for field in Settings.model_fields if field not in APART])
@@ -693,3 +694,8 @@ def test_a_limit_of_usage_is_a_share(share: str) -> None:
 def test_overload_protection_needs_somebody_to_ask() -> None:
     (problem,) = problems({"worker_overload_protection": "true", "disable_load_monitoring": "true"})
     assert "--disable-load-monitoring" in problem
+
+
+def test_cached_tokens_are_known_to_cache_aware_alone() -> None:
+    (problem,) = problems({"pd_min_uncached_tokens": "7", "decode_policy": "round_robin"})
+    assert "--decode-policy cache_aware" in problem

@@ -17,7 +17,7 @@ without them. Where it cannot, the least loaded of their role is chosen (:mod:`e
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
@@ -134,9 +134,16 @@ class Placer:
                 return self._fail_over.order(ranked, (found,), lasting=False)
         return ()
 
-    def decodes(self, request: RequestView) -> Sequence[Worker]:
-        """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
+    def decodes(
+        self, request: RequestView, among: Callable[[Sequence[Worker]], Sequence[Worker]] | None = None
+    ) -> Sequence[Worker]:
+        """Decode workers in order of preference, for a request that one of them answers alone; none may be left.
+
+        ``among`` tells those of a set that can.
+        """
         found = self._fleet.usable(Role.DECODE, request.model)
+        if among is not None:
+            found = among(found)
         return self._in_order(found, request) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
@@ -171,6 +178,10 @@ class Placer:
         policy = self._decode if worker.role is Role.DECODE else self._prefill
         if policy.learns:
             policy.learn(request, worker)
+
+    def held(self, request: RequestView, decode: Worker) -> int:
+        """About how many tokens of the prompt a decode worker's KV cache is known to hold."""
+        return self._decode.held(request, decode)
 
     def forget(self, worker: Worker) -> None:
         """``worker`` is gone, or may be another process: what it had is lost."""
