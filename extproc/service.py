@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
@@ -38,6 +38,7 @@ from extproc.handoff.table import Handoffs
 from extproc.lone_decodes import LoneDecodeWarnings
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.openness import warn_of_openness
+from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
@@ -49,17 +50,22 @@ from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.trying import try_pair
+from extproc.values import EVENTS_AUTO, EVENTS_OFF
 from extproc.workers.breaker import BreakerSettings
 from extproc.workers.client import WorkerClient
 from extproc.workers.envoy_load import EnvoyLoadMonitor
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
 from extproc.workers.kv_config import KvConfig
+from extproc.workers.kv_event_source import Common, Endpoint
 from extproc.workers.load_poll import LoadMonitor
 from extproc.workers.overload import USAGE, WAITING, OverloadSettings
 from extproc.workers.registry import Change, Registry
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
+
+if TYPE_CHECKING:
+    from extproc.workers.kv_event_feed import KvEventFeed
 
 _log: Final = logging.getLogger(__name__)
 _POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
@@ -140,6 +146,7 @@ class Service:
             self._monitor.report_doubt,
         )
         request_metrics.watch(self.gateway)
+        self._kv_events = self._event_feed(metrics) if settings.kv_event_source != EVENTS_OFF else None
         self._access_logs = AccessLogs(self.gateway.progress.received)
         server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
         self._server: ProcessServer = server(others=self._access_logs.methods)
@@ -214,12 +221,32 @@ class Service:
         stack.push_async_callback(self._monitor.stop)
         if not settings.disable_load_monitoring:
             self._monitor_load(stack)
+        if self._kv_events is not None:
+            self._kv_events.start()
+            stack.callback(self._kv_events.stop)
         self._look_at_hosts(stack)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _event_feed(self, metrics: Metrics) -> KvEventFeed:
+        """What follows workers' KV events. ZeroMQ is loaded for that only."""
+        from extproc.control.kv_event_metrics import KvEventMetrics  # noqa: PLC0415
+        from extproc.workers.kv_event_feed import KvEventFeed  # noqa: PLC0415
+
+        settings = self._settings
+        common = Common()
+        if settings.kv_event_source != EVENTS_AUTO:
+            replay = settings.kv_event_replay
+            common = Common(
+                Endpoint.parse(settings.kv_event_source), None if replay is None else Endpoint.parse(replay)
+            )
+        prefixes = self.prefixes = EventPrefixes(settings.kv_event_max_blocks, self.gateway.placer.forget)
+        feed = KvEventFeed(self.registry, prefixes, common)
+        KvEventMetrics(self.registry, feed, prefixes, metrics)
+        return feed
 
     def _monitor_load(self, stack: AsyncExitStack) -> None:
         settings = self._settings

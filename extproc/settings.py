@@ -26,12 +26,16 @@ from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
+    EVENTS_AUTO,
+    EVENTS_OFF,
     AddressText,
     Connector,
     ControlKeys,
     Count,
     Duration,
     EngineIds,
+    EventEndpoint,
+    EventSource,
     File,
     Grace,
     Growth,
@@ -175,6 +179,13 @@ class Settings(BaseModel):
         Group.POLICIES, "shorter prompts: on the decode worker alone; 0: none", "COUNT")] = 0
     pd_min_uncached_tokens: Annotated[Tally, Option(
         Group.POLICIES, "so do those of which it has cached all but fewer", "COUNT")] = 0
+
+    kv_event_source: Annotated[EventSource, Option(
+        Group.POLICIES, "KV events: off, auto (workers say where) or tcp://*:PORT", "WHERE")] = EVENTS_OFF
+    kv_event_replay: Annotated[EventEndpoint | None, Option(
+        Group.POLICIES, "where missed ones can be had again: tcp://*:PORT", "WHERE", "nowhere")] = None
+    kv_event_max_blocks: Annotated[Count, Option(
+        Group.POLICIES, "blocks that are remembered, some 200 bytes each", "COUNT")] = 1_000_000
 
     model_alias: Annotated[ModelAliases, Option(
         Group.CLIENTS, "another name for a model; repeatable", "ALIAS=MODEL", "none")] = ()
@@ -364,6 +375,12 @@ class Settings(BaseModel):
             raise ValueError(
                 "--pd-min-uncached-tokens needs --decode-policy cache_aware: no other knows what is cached"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _replays_have_a_source(self) -> Settings:
+        if self.kv_event_replay is not None and self.kv_event_source in (EVENTS_OFF, EVENTS_AUTO):
+            raise ValueError("--kv-event-replay belongs to --kv-event-source tcp://HOST:PORT; workers name their own")
         return self
 
     @model_validator(mode="after")

@@ -19,8 +19,10 @@ from extproc.given_workers import items
 from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
 from extproc.transport.address import TcpAddress, UnixAddress, parse_address
 from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.kv_event_source import Endpoint
 from extproc.workers.worker import Role
 
+EVENTS_OFF, EVENTS_AUTO = "off", "auto"  # of --kv-event-source
 _UNIX_PATH_BYTES = 107  # sun_path without its terminating zero
 
 
@@ -167,6 +169,17 @@ def _portion(number: float) -> float:
     return number
 
 
+def _event_source(text: str) -> str:
+    if text not in (EVENTS_OFF, EVENTS_AUTO):
+        _event_endpoint(text)
+    return text
+
+
+def _event_endpoint(text: str) -> str:
+    Endpoint.parse(text)  # raises a ValueError
+    return text
+
+
 def _connector(name: str) -> str:
     return kv_config(Role.PREFILL, KvConfig(_not_empty(name))).connector
 
@@ -211,6 +224,8 @@ HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...]
 Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
 Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
 Portion = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_portion)]
+EventSource = Annotated[str, AfterValidator(_event_source)]
+EventEndpoint = Annotated[str, AfterValidator(_event_endpoint)]
 Connector = Annotated[str, AfterValidator(_connector)]
 ControlKeys = Annotated[
     tuple[Annotated[InstanceOf[ControlKey], BeforeValidator(_control_key)], ...], BeforeValidator(items)

@@ -149,6 +149,8 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "token_reuse": ("false", "false", False),
     "pd_pairing_mode": ("strict", "strict", PairingMode.STRICT),
     "pd_min_prompt_tokens": ("7", "7", 7),
+    "kv_event_source": ("tcp://*:5557", "'tcp://*:5557'", "tcp://*:5557"),
+    "kv_event_max_blocks": ("7", "7", 7),
     "model_alias": ("a=m; b=x=y", "{a: m, b: 'x=y'}", (ModelAlias("a", "m"), ModelAlias("b", "x=y"))),
     "dp_aware": ("true", "true", True),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
@@ -222,7 +224,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 
 
 # A rule between fields is about it: it has a test of its own.
-APART = {"prefill_kv_engine_id", "pd_min_uncached_tokens"}
+APART = {"prefill_kv_engine_id", "pd_min_uncached_tokens", "kv_event_replay"}
 
 
 @pytest.mark.parametrize("field", [field for field in Settings.model_fields if field not in APART])
@@ -699,3 +701,14 @@ def test_overload_protection_needs_somebody_to_ask() -> None:
 def test_cached_tokens_are_known_to_cache_aware_alone() -> None:
     (problem,) = problems({"pd_min_uncached_tokens": "7", "decode_policy": "round_robin"})
     assert "--decode-policy cache_aware" in problem
+
+
+def test_where_kv_events_are() -> None:
+    assert load().kv_event_source == "off"
+    both = load({"kv_event_source": "tcp://*:5557", "kv_event_replay": "tcp://10.0.0.1:5558"})
+    assert both.kv_event_replay == "tcp://10.0.0.1:5558"
+    for wrong in ("on", "5557", "http://a:1", "tcp://*:0", "tcp://*:65536", "tcp://a b:1", "ipc:///x"):
+        (problem,) = problems({"kv_event_source": wrong})
+        assert "tcp://HOST:PORT" in problem
+    (problem,) = problems({"kv_event_source": "auto", "kv_event_replay": "tcp://*:5558"})
+    assert "--kv-event-replay" in problem
