@@ -1,21 +1,14 @@
-"""An engine's publisher of KV events, over real ZeroMQ, as vLLM's and SGLang's ZmqEventPublisher has it.
-
-What it publishes can also be kept from subscribers, or from its replay buffer.
-"""
+"""The mock engines' publisher of KV events, and the events that it publishes."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-import zmq
+from extproc.mock.kv_events import Publisher, batch
 
-END = (-1).to_bytes(8, "big", signed=True)
+__all__ = ["CLEARED", "Publisher", "batch", "publishing", "removed", "stored"]
 
 
 def stored(
@@ -41,136 +34,6 @@ def removed(*hashes: int | bytes, **more: Any) -> dict[str, Any]:
 
 
 CLEARED = {"type": "AllBlocksCleared"}
-
-
-def batch(*events: Any, rank: int = 0) -> bytes:
-    """A batch's payload."""
-    return msgspec.msgpack.encode([time.time(), list(events), rank])
-
-
-class Publisher:
-    """Publishes on ``port``, and answers replays on ``replay_port``; 0: any free one, None: it does not.
-
-    ``keep``: batches in its replay buffer. It is to be used on a running event loop.
-    """
-
-    def __init__(self, port: int = 0, replay_port: int | None = 0, *, keep: int = 10_000, topic: str = "") -> None:
-        self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.XPUB)  # a PUB that tells of subscriptions
-        self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
-        self.port = _bound(self._pub, port)
-        self._replay: zmq.Socket[bytes] | None = None
-        self.replay_port: int | None = None
-        self.mute = False  # it does not answer replays
-        self.replays: list[int] = []  # the numbers from which they were asked for
-        if replay_port is not None:
-            self._replay = self._context.socket(zmq.ROUTER)
-            self.replay_port = _bound(self._replay, replay_port)
-        self._topic = topic.encode()
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self.next = 0
-        self._loop = asyncio.get_running_loop()
-        self._subscribers = 0
-        self._subscribed = asyncio.Event()
-        for socket, heard in ((self._pub, self._on_subscription), (self._replay, self._on_replay)):
-            if socket is not None:
-                self._watch(socket, heard)
-
-    def _watch(self, socket: zmq.Socket[bytes], heard: Callable[[list[bytes]], None]) -> None:
-        def ready() -> None:
-            while not socket.closed:
-                try:
-                    frames = socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    return
-                heard(frames)
-
-        self._loop.add_reader(socket.fileno(), ready)
-        self._looks = [*getattr(self, "_looks", []), ready]
-        self._loop.call_soon(ready)
-
-    def _look(self) -> None:
-        """Sending may hide that something can be read."""
-        for ready in self._looks:
-            ready()
-
-    @property
-    def endpoint(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
-
-    @property
-    def replay_endpoint(self) -> str:
-        return "" if self.replay_port is None else f"tcp://127.0.0.1:{self.replay_port}"
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Those of its worker."""
-        found = {"kv_events": f"tcp://*:{self.port}"}
-        if self.replay_port is not None:
-            found["kv_events_replay"] = f"tcp://*:{self.replay_port}"
-        return found
-
-    def publish(self, *events: Any, payload: bytes | None = None, lost: bool = False, kept: bool = True) -> None:
-        """A batch; ``lost``: on its way, ``kept``: for replays."""
-        body = batch(*events) if payload is None else payload
-        number = self.next.to_bytes(8, "big")
-        if not lost:
-            self._pub.send_multipart([self._topic, number, body])
-        if kept:
-            self._buffer.append((self.next, body))
-        self.next += 1
-        self._look()
-
-    def send(self, *frames: bytes) -> None:
-        """Anything."""
-        self._pub.send_multipart(list(frames))
-        self._look()
-
-    async def subscribed(self) -> None:
-        """Wait until somebody hears what is published."""
-        async with asyncio.timeout(20):
-            await self._subscribed.wait()
-
-    def close(self) -> None:
-        for socket in (self._pub, self._replay):
-            if socket is not None and not socket.closed:
-                self._loop.remove_reader(socket.fileno())
-                socket.close(0)
-        self._context.destroy(0)
-
-    def _on_subscription(self, frames: list[bytes]) -> None:
-        self._subscribers += 1 if frames[0][:1] == b"\x01" else -1
-        if self._subscribers:
-            self._subscribed.set()
-        else:
-            self._subscribed.clear()
-
-    def _on_replay(self, frames: list[bytes]) -> None:
-        client, empty, start = frames
-        assert empty == b""
-        first = int.from_bytes(start, "big")
-        self.replays.append(first)
-        assert self._replay is not None
-        if self.mute:
-            return
-        for number, payload in self._buffer:
-            if number >= first:
-                self._replay.send_multipart([client, b"", self._topic, number.to_bytes(8, "big"), payload])
-        self._replay.send_multipart([client, b"", b"", END, b""])
-
-
-def _bound(socket: zmq.Socket[bytes], port: int) -> int:
-    socket.setsockopt(zmq.LINGER, 0)
-    deadline = time.monotonic() + 5
-    while True:
-        try:
-            socket.bind(f"tcp://127.0.0.1:{port or '*'}")
-        except zmq.ZMQError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)  # the former holder of the port is on its way out
-        else:
-            return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 @contextlib.contextmanager

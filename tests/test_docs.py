@@ -71,7 +71,7 @@ OTHERS_OPTIONS = {
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
-    *("--enable-metrics",),
+    *("--enable-metrics", "--kv-events-config"),
 }
 
 

@@ -186,6 +186,6 @@ async def test_nobody_is_followed_after_the_end() -> None:
         await publisher.subscribed()
         rig.feed.stop()
         assert rig.feed.stream(worker) is None
-        await eventually(lambda: not publisher._subscribers)
+        await eventually(lambda: not publisher.heard)
         await rig.registry.close()
         await asyncio.sleep(0)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 from fleet import eventually
 from kv_publisher import CLEARED, Publisher, publishing, removed, stored
@@ -296,3 +297,23 @@ async def test_nothing_is_left(context: zmq.Context[Any]) -> None:
 
 def test_types() -> None:
     assert {Stored, Removed, Cleared} == set(Event.__args__)
+
+
+def test_under_uvloop() -> None:
+    """As the service runs it."""
+
+    async def follow() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        with publishing() as publisher:
+            for number in range(200):
+                say(publisher, number)
+            with following(context, publisher) as (_, told):
+                await publisher.subscribed()
+                for number in range(200, 400):
+                    say(publisher, number)
+                await eventually(lambda: told.names == [*range(400)])
+                publisher.close()
+                await eventually(lambda: not told.names)
+        context.destroy(0)
+
+    uvloop.run(follow())

@@ -8,15 +8,30 @@ events only tell when a cache was emptied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from extproc.policies.block_index import BlockIndex, Holder, Root
+from extproc.policies.block_index import BlockIndex, Holder
 from extproc.policies.policy import RequestView
 from extproc.policies.token_prompt import TokenPrompt
 from extproc.workers.kv_events import Cleared, Event, Space
 from extproc.workers.worker import Worker
 
 _NOTE: Final = object()  # the key of what is kept with a request
+_MOST_GROUPS: Final = 64
+
+
+class _Group(NamedTuple):
+    """A set of candidates.
+
+    Attributes:
+        candidates: these; held, so that no others can have their identity meanwhile.
+        whole: those of whom all is known, each with no tokens.
+        sizes: the bits of those whose blocks have so many tokens.
+    """
+
+    candidates: Sequence[Worker]
+    whole: dict[Worker, int]
+    sizes: Sequence[tuple[int, int]]
 
 
 class EventPrefixes:
@@ -30,36 +45,58 @@ class EventPrefixes:
     def __init__(self, most: int, emptied: Callable[[Worker], None] = lambda _: None) -> None:
         self._index = BlockIndex(most)
         self._holders: dict[Worker, Holder] = {}
+        self._workers: dict[int, Worker] = {}  # by their bit
+        self._groups: dict[int, _Group] = {}  # by identity of the candidates
         self._emptied = emptied
 
     # -- what a policy asks ---------------------------------------------------------------------------------------
 
     def overlaps(self, request: RequestView, candidates: Sequence[Worker]) -> Mapping[Worker, int] | None:
-        """See CachedPrefixes. (Measured: 1 µs, 0.15 µs per candidate, and 0.8 µs per block that somebody holds.)"""
-        holders = self._holders
-        if not holders:
+        """See CachedPrefixes.
+
+        (Measured: 3 µs, and what :meth:`BlockIndex.overlaps` takes; with 100 candidates 1 µs more, 20 if all of them
+        hold something.)
+        """
+        if not self._holders:
             return None
         prompt = request.notes.get(_NOTE, _NOTE)
         if prompt is _NOTE:
             prompt = request.notes[_NOTE] = TokenPrompt.of(request.prompt_bytes())
         if not isinstance(prompt, TokenPrompt):
             return None
+        group = self._groups.get(id(candidates))
+        if group is None:
+            group = self._grouped(candidates)
+        found = group.whole.copy()
         space = self._space(request)
-        found: dict[Worker, int] = {}
-        sizes: dict[int, dict[Holder, Worker]] = {}
+        for size, bits in group.sizes:
+            for some, tokens in self._index.overlaps(prompt, (space, size), bits):
+                self._note(some, tokens, found)
+        return found
+
+    def _grouped(self, candidates: Sequence[Worker]) -> _Group:
+        """What there is to know of a set of workers until one of them is another."""
+        if len(self._groups) >= _MOST_GROUPS:
+            self._groups.clear()
+        sizes: dict[int, int] = {}
+        whole = {}
         for worker in candidates:
-            holder = holders.get(worker)
+            holder = self._holders.get(worker)
             if holder is None:
                 continue
             if holder.whole:
-                found[worker] = 0
+                whole[worker] = 0
             if holder.size:
-                sizes.setdefault(holder.size, {})[holder] = worker
-        for size, group in sizes.items():
-            root: Root = (space, size)
-            for holder, tokens in self._index.overlaps(prompt, root, group).items():
-                found[group[holder]] = tokens
-        return found
+                sizes[holder.size] = sizes.get(holder.size, 0) | holder.bit
+        group = self._groups[id(candidates)] = _Group(candidates, whole, tuple(sizes.items()))
+        return group
+
+    def _note(self, bits: int, tokens: int, found: dict[Worker, int]) -> None:
+        """Those of ``bits`` hold so many tokens."""
+        while bits:
+            bit = bits & -bits
+            found[self._workers[bit]] = tokens
+            bits ^= bit
 
     def learn(self, request: RequestView, worker: Worker) -> None:
         """See CachedPrefixes. The events say it, mostly before the answer does."""
@@ -72,21 +109,27 @@ class EventPrefixes:
     def begin(self, worker: Worker) -> None:
         """The events of ``worker`` are followed from now on."""
         if worker not in self._holders:
-            self._holders[worker] = self._index.holder()
+            holder = self._holders[worker] = self._index.holder()
+            self._workers[holder.bit] = worker
+            self._groups.clear()
 
     def apply(self, worker: Worker, events: Sequence[Event]) -> None:
         """These have happened in its cache."""
         holder = self._holders[worker]
+        before = holder.size, holder.whole
         for event in events:
             self._index.apply(holder, event)
             if isinstance(event, Cleared):
                 self._emptied(worker)
+        if before != (holder.size, holder.whole):
+            self._groups.clear()
 
     def lose(self, worker: Worker) -> None:
         """Events are missing, or it may be another process: nothing is known of its cache."""
         holder = self._holders[worker]
         self._index.clear(holder)
         holder.whole = False
+        self._groups.clear()
 
     def restart(self, worker: Worker) -> None:
         """All that has ever happened in its cache follows: it is empty now."""
@@ -98,6 +141,8 @@ class EventPrefixes:
         holder = self._holders.pop(worker, None)
         if holder is not None:
             self._index.leave(holder)
+            del self._workers[holder.bit]
+            self._groups.clear()
 
     def blocks(self, worker: Worker) -> int:
         """How many blocks it is known to hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 import orjson
@@ -33,14 +34,20 @@ class TokenPrompt:
         """``raw`` as such a prompt; None where it is something else: text, messages, several prompts."""
         return cls(raw) if _TOKEN_IDS.match(raw) else None
 
-    def part(self, start: int, end: int) -> bytes:
-        """The bytes from ``start`` to ``end`` of the packed token ids; fewer where the prompt is over.
+    def pieces(self, width: int) -> Iterator[bytes]:
+        """The packed token ids, in pieces of whole blocks of ``width`` bytes; what is left at the end is left out.
 
         What is no list of token ids after all ends where that shows.
         """
-        while len(self._read) < end and self._next < len(self._raw):
-            self._read_on()
-        return self._read[start:end]
+        done = 0
+        while True:
+            while len(self._read) < done + width:
+                if self._next >= len(self._raw):
+                    return
+                self._read_on()
+            end = len(self._read) - (len(self._read) - done) % width
+            yield self._read[done:end]
+            done = end
 
     def _read_on(self) -> None:
         raw = self._raw

@@ -18,7 +18,7 @@ import msgspec
 
 BlockHash: TypeAlias = int | bytes  # whatever the engine calls a block by
 Space: TypeAlias = tuple[str | int | None, str | None]  # LoRA adapter, by name or number, and salt
-TOKEN_BYTES: Final = 8  # of a token id in what :func:`packed` returns
+TOKEN_BYTES: Final = 4  # of a token id in what :func:`packed` returns
 
 # The tiers that count as the cache: a block in an engine's CPU memory or in a shared store must be loaded first.
 _DEVICE: Final = (None, "GPU")
@@ -70,7 +70,7 @@ Event: TypeAlias = Stored | Removed | Cleared
 
 def packed(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes, TOKEN_BYTES each. Raises TypeError or OverflowError for what is no token id."""
-    return array("q", tokens).tobytes()
+    return array("I", tokens).tobytes()
 
 
 def decode(payload: bytes) -> list[Event]:
@@ -107,14 +107,18 @@ def _stored(hashes: Sequence[BlockHash], fields: Mapping[str, Any]) -> Stored | 
     tokens, size, parent = fields["token_ids"], fields["block_size"], fields["parent_block_hash"]
     if type(size) is not int or size < 1 or type(parent) not in (int, bytes, type(None)):
         raise GarbageError("block_size or parent_block_hash is something else")
-    if len(tokens) != len(hashes) * size or not all(type(token) is int for token in tokens):
-        return None  # blocks left out in between, or pairs of tokens (speculative decoding): who knows where they stand
+    if len(tokens) != len(hashes) * size:
+        return None  # blocks are left out in between: who knows where the others stand
+    try:
+        ids = packed(tokens)
+    except TypeError:  # pairs of tokens, of speculative decoding
+        return None
     lora = fields.get("lora_name") or fields.get("lora_id")
     salt = fields.get("cache_salt")
     if not isinstance(lora, str | int | None) or not isinstance(salt, str | None):
         raise GarbageError("lora_name, lora_id or cache_salt is something else")
     space = None if lora is None and salt is None else (lora, salt)
-    return Stored(hashes, parent, packed(tokens), size, space, _extras(fields.get("extra_keys"), lora, len(hashes)))
+    return Stored(hashes, parent, ids, size, space, _extras(fields.get("extra_keys"), lora, len(hashes)))
 
 
 def _extras(keys: Any, lora: object, count: int) -> Sequence[bytes]:
