@@ -134,6 +134,8 @@ class Service:
             settings.egress_address.removeprefix("unix:"),
             connections=min(settings.envoy_concurrency, _MOST_EGRESS_CONNECTIONS),
         )
+        # What workers hold by their KV events; a policy's exact index (policies.cache_aware.CachedPrefixes).
+        self.prefixes = _event_prefixes(settings, self._cache_emptied)
         self.gateway = Gateway(
             _gateway_config(settings),
             Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
@@ -146,7 +148,7 @@ class Service:
             self._monitor.report_doubt,
         )
         request_metrics.watch(self.gateway)
-        self._kv_events = self._event_feed(metrics) if settings.kv_event_source != EVENTS_OFF else None
+        self._kv_events = None if self.prefixes is None else self._event_feed(self.prefixes, metrics)
         self._access_logs = AccessLogs(self.gateway.progress.received)
         server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
         self._server: ProcessServer = server(others=self._access_logs.methods)
@@ -231,7 +233,7 @@ class Service:
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
 
-    def _event_feed(self, metrics: Metrics) -> KvEventFeed:
+    def _event_feed(self, prefixes: EventPrefixes, metrics: Metrics) -> KvEventFeed:
         """What follows workers' KV events. ZeroMQ is loaded for that only."""
         from extproc.control.kv_event_metrics import KvEventMetrics  # noqa: PLC0415
         from extproc.workers.kv_event_feed import KvEventFeed  # noqa: PLC0415
@@ -243,7 +245,6 @@ class Service:
             common = Common(
                 Endpoint.parse(settings.kv_event_source), None if replay is None else Endpoint.parse(replay)
             )
-        prefixes = self.prefixes = EventPrefixes(settings.kv_event_max_blocks, self.gateway.placer.forget)
         feed = KvEventFeed(self.registry, prefixes, common)
         KvEventMetrics(self.registry, feed, prefixes, metrics)
         return feed
@@ -284,6 +285,9 @@ class Service:
             self.gateway.prefill_lost(worker)
         if gone or change is Change.REMOVED:
             self.gateway.placer.forget(worker)
+
+    def _cache_emptied(self, worker: Worker) -> None:
+        self.gateway.placer.forget(worker)
 
     def _session(self, call: Call) -> Session:
         return Session(self.gateway, call)
@@ -438,6 +442,10 @@ def _breaker(settings: Settings) -> BreakerSettings:
         window=settings.cb_window_duration_secs,
         enabled=not settings.disable_circuit_breaker,
     )
+
+
+def _event_prefixes(settings: Settings, emptied: Callable[[Worker], None]) -> EventPrefixes | None:
+    return None if settings.kv_event_source == EVENTS_OFF else EventPrefixes(settings.kv_event_max_blocks, emptied)
 
 
 def _conditions(settings: Settings) -> str:

@@ -36,6 +36,7 @@ class PublishingProduct(VllmProduct):
     def held(self, tokens: list[int]) -> Mapping[Worker, int]:
         """How many tokens of a prompt each worker is known to hold."""
         request = InferenceRequest.read(APIS[PATH], json.dumps({"model": "tiny", "prompt": tokens}).encode())
+        assert self.service.prefixes is not None
         return self.service.prefixes.overlaps(request, list(self.service.registry)) or {}
 
 
@@ -97,4 +98,5 @@ async def test_of_an_engine_that_restarts_nothing_old_is_believed(product: Publi
 
 async def test_text_is_left_to_guessing(product: PublishingProduct) -> None:
     text = InferenceRequest.read(APIS[PATH], b'{"model": "tiny", "prompt": "some text"}')
+    assert product.service.prefixes is not None
     assert product.service.prefixes.overlaps(text, list(product.service.registry)) is None
