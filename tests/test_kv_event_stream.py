@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ class Told:
         self.names: list[int | bytes] = []  # of the events since all was lost
         self.whole = False
         self.lost = 0
+        self.renewed = 0
 
     def apply(self, events: list[Event]) -> None:
         for event in events:
@@ -41,6 +42,9 @@ class Told:
 
     def restart(self) -> None:
         self.names, self.whole = [], True
+
+    def renew(self) -> None:
+        self.renewed += 1
 
 
 @pytest.fixture
@@ -59,6 +63,52 @@ def following(context: zmq.Context[Any], publisher: Publisher, **more: Any) -> I
         yield stream, told
     finally:
         stream.close()
+
+
+class Line:
+    """A TCP connection in between, which can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self.open: list[asyncio.StreamWriter] = []
+        self.endpoint = ""
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        for writer in self.open:
+            writer.transport.abort()
+        self.open.clear()
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await self._server.wait_closed()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other = await asyncio.open_connection("127.0.0.1", self._port)
+        self.open += [writer, other]
+        await asyncio.gather(_pipe(reader, other), _pipe(other_reader, writer), return_exceptions=True)
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
+
+
+@asynccontextmanager
+async def between(publisher: Publisher) -> AsyncIterator[Line]:
+    line = Line(publisher.port)
+    await line.start()
+    try:
+        yield line
+    finally:
+        await line.stop()
 
 
 def say(publisher: Publisher, number: int, **how: Any) -> None:
@@ -194,7 +244,31 @@ async def test_an_engine_that_restarts(context: zmq.Context[Any], replay_port: i
             say(second, 71)
             await eventually(lambda: told.names == [70, 71])
             assert told.whole
-            assert stream.losses == 0
+            assert (told.renewed, stream.losses) == (1, 0)
+
+
+@pytest.mark.parametrize("replay_port", [0, None])
+async def test_a_connection_that_breaks_and_comes_back(context: zmq.Context[Any], replay_port: int | None) -> None:
+    """The process is the same: what is replayed is known again, and nobody else need forget anything."""
+    with publishing(replay_port=replay_port) as publisher:
+        async with between(publisher) as line:
+            told = Told()
+            source = Source(line.endpoint, publisher.replay_endpoint)
+            stream = Stream(context, source, told, "w")
+            await publisher.subscribed()
+            for number in range(3):
+                say(publisher, number)
+            await eventually(lambda: told.names == [0, 1, 2])
+            line.cut()
+            await eventually(lambda: not stream.connected)
+            assert (told.names, told.whole) == ([], False)
+            await eventually(lambda: stream.connected and line.open)
+            await eventually(lambda: publisher.heard)
+            say(publisher, 3)
+            await eventually(lambda: told.names == ([3] if replay_port is None else [0, 1, 2, 3]))
+            assert told.whole is (replay_port is not None)
+            assert told.renewed == 0
+            stream.close()
 
 
 async def test_another_process_whose_connection_was_not_seen_to_end(context: zmq.Context[Any]) -> None:
@@ -210,7 +284,7 @@ async def test_another_process_whose_connection_was_not_seen_to_end(context: zmq
         say(publisher, 70)
         await eventually(lambda: told.names == [70])
         assert told.whole
-        assert stream.losses == 1
+        assert (told.renewed, stream.losses) == (1, 1)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"{}", b"\x93\x00\x91\x81\xa4type\xabBlockStored\x00"])

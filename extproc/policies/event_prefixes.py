@@ -39,7 +39,7 @@ class EventPrefixes:
 
     Args:
         most: blocks that are remembered, of all workers together.
-        emptied: is told of workers whose cache is empty or unknown now, for what others may believe of it.
+        emptied: is told of workers whose cache was emptied, for what others may believe of it.
     """
 
     def __init__(self, most: int, emptied: Callable[[Worker], None] = lambda _: None) -> None:
@@ -135,6 +135,10 @@ class EventPrefixes:
         """All that has ever happened in its cache follows: it is empty now."""
         self.lose(worker)
         self._holders[worker].whole = True
+
+    def renew(self, worker: Worker) -> None:
+        """It is another process, whose cache began empty: what others believe of it does not hold either."""
+        self._emptied(worker)
 
     def end(self, worker: Worker) -> None:
         """Its events are followed no more."""

@@ -33,6 +33,9 @@ class Sink(Protocol):
     def restart(self, worker: Worker) -> None:
         """All that has ever happened in its cache follows."""
 
+    def renew(self, worker: Worker) -> None:
+        """It is another process, whose cache began empty."""
+
     def end(self, worker: Worker) -> None:
         """Its events are followed no more."""
 
@@ -52,6 +55,9 @@ class _OfOne:
 
     def restart(self) -> None:
         self.sink.restart(self.worker)
+
+    def renew(self) -> None:
+        self.sink.renew(self.worker)
 
 
 class KvEventFeed:

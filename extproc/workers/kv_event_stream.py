@@ -39,7 +39,7 @@ from extproc.workers.kv_events import Event, GarbageError, decode
 
 REPLAY_SECONDS: Final = 5.0  # that a replay may pause
 AGAIN_SECONDS: Final = 30.0  # until one is asked for again after one that did not come
-LARGEST: Final = 64 << 20  # bytes of a message
+LARGEST: Final = 16 << 20  # bytes of a message
 MOST_WAITING: Final = 10_000  # messages that are kept while a replay is under way; as many as engines keep
 _AT_ONCE: Final = 64  # messages that are dealt with before others have their turn
 _FRAMES: Final = 3
@@ -64,6 +64,9 @@ class Sink(Protocol):
     def restart(self) -> None:
         """What follows is all that has ever happened in the cache."""
 
+    def renew(self) -> None:
+        """It is the cache of another process, which began empty."""
+
 
 class Stream:
     """See the module. Begins at once, on the running loop, and goes on until :meth:`close`. Raises ZMQError.
@@ -81,6 +84,7 @@ class Stream:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._last: int | None = None  # the number of the batch that was applied last
+        self._highest = -1  # the highest number of the process as it was known last
         self._overlap = -1  # up to here a replay has told what may yet come by itself
         self._waiting: deque[_Message] | None = None  # what comes while a replay is under way
         self._replay: zmq.Socket[bytes] | None = None
@@ -185,8 +189,10 @@ class Stream:
         if last is None:
             if number == 0:
                 self._sink.restart()
+            self._note_highest(number)
             self._apply(message)
         elif number == last + 1:
+            self._note_highest(number)
             self._apply(message)
         elif number > last:
             if self._source.replay and not self._mute:
@@ -197,6 +203,13 @@ class Stream:
         elif number > self._overlap:
             self._lose("another process")
             self._begin_anew(deque([message]))
+
+    def _note_highest(self, number: int) -> None:
+        """So many batches has the process published: fewer than before, if it is another one."""
+        if number < self._highest:
+            _logger.info("KV events: another process", extra=self._extra())
+            self._sink.renew()
+        self._highest = number
 
     def _apply(self, message: _Message) -> None:
         number, payload = message
@@ -264,6 +277,7 @@ class Stream:
             self._sink.restart()
             self._last = -1
         self._overlap = -1 if self._last is None else self._last
+        self._note_highest(self._overlap)
         self._go_on(self._end_replay())
 
     def _gone(self) -> None:

@@ -35,6 +35,9 @@ class _Sink:
     def restart(self) -> None:
         self._prefixes.restart(self._worker)
 
+    def renew(self) -> None:
+        self._prefixes.renew(self._worker)
+
 
 class Follower:
     """Follows one server, whose worker has these labels; ``replay``: also what was published before."""
