@@ -62,7 +62,8 @@ class RequestMetrics:
         )
         self._caches = metrics.counter(
             "pd_kv_caches_total",
-            "Requests by what became of the prompt's KV cache: handed over, recomputed by the decode, or none needed.",
+            "Requests by what became of the prompt's KV cache: handed over, recomputed by the decode, computed there "
+            "by the operator's rule (local), or none needed.",
             ("handoff", "kv"),
         )
         self._retries = metrics.counter(

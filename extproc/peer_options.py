@@ -28,8 +28,7 @@ remove-unhealthy-workers router-selector routing-key-headers routing-key-overrid
 selection-accounting-ttl-ms selector service-discovery service-discovery-namespace
 service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2
-upstream-pool-idle-timeout-secs worker-auto-recovery worker-overload-protection worker-overload-shed
-worker-overload-token-usage worker-overload-waiting-requests worker-stale-secs
+upstream-pool-idle-timeout-secs worker-auto-recovery worker-stale-secs
 worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
 _POLICIES = "bucket consistent_hashing least_load manual passthrough power_of_two prefix_hash"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
@@ -35,10 +35,12 @@ from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
 from extproc.exchange.session import Session
 from extproc.handoff.table import Handoffs
+from extproc.lone_decodes import LoneDecodeWarnings
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.openness import warn_of_openness
-from extproc.policies.cache_aware import CacheAwarePolicy
+from extproc.policies.cache_aware import CacheAwarePolicy, CachedPrefixes
 from extproc.policies.cache_options import CacheAwareSettings
+from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.placement import Placer
 from extproc.policies.policy import Policy
 from extproc.policies.random_choice import RandomPolicy
@@ -50,23 +52,29 @@ from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.trying import try_pair
+from extproc.values import EVENTS_AUTO, EVENTS_OFF
 from extproc.workers.breaker import BreakerSettings
 from extproc.workers.client import WorkerClient
 from extproc.workers.envoy_load import EnvoyLoadMonitor
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
 from extproc.workers.kv_config import KvConfig
+from extproc.workers.kv_event_source import Common, Endpoint
 from extproc.workers.load_poll import LoadMonitor
+from extproc.workers.overload import USAGE, WAITING, OverloadSettings
 from extproc.workers.registry import Change, Registry
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
 
+if TYPE_CHECKING:
+    from extproc.workers.kv_event_feed import KvEventFeed
+
 _log: Final = logging.getLogger(__name__)
-_POLICIES: Final[dict[PolicyName, Callable[[Settings, Role], Policy]]] = {
-    PolicyName.RANDOM: lambda _settings, _role: RandomPolicy(),
-    PolicyName.ROUND_ROBIN: lambda _settings, _role: RoundRobinPolicy(),
-    PolicyName.CACHE_AWARE: lambda settings, role: CacheAwarePolicy(
-        CacheAwareSettings.of(settings), time.monotonic, role
+_POLICIES: Final[dict[PolicyName, Callable[[Settings, Role, CachedPrefixes | None], Policy]]] = {
+    PolicyName.RANDOM: lambda _settings, _role, _exact: RandomPolicy(),
+    PolicyName.ROUND_ROBIN: lambda _settings, _role, _exact: RoundRobinPolicy(),
+    PolicyName.CACHE_AWARE: lambda settings, role, exact: CacheAwarePolicy(
+        CacheAwareSettings.of(settings), time.monotonic, role, exact
     ),
 }
 _LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
@@ -107,6 +115,7 @@ class Service:
             drain_limit=settings.worker_drain_timeout_secs,
             pairing=settings.pd_pairing_mode,
             breaker=_breaker(settings),
+            overload=_overload(settings),
             dp_aware=settings.dp_aware,
         )
         self._monitor = Monitor(
@@ -130,12 +139,14 @@ class Service:
             settings.egress_address.removeprefix("unix:"),
             connections=min(settings.envoy_concurrency, _MOST_EGRESS_CONNECTIONS),
         )
+        # What workers hold by their KV events; a policy's exact index (policies.cache_aware.CachedPrefixes).
+        self.prefixes = _event_prefixes(settings, self._cache_emptied)
         self.gateway = Gateway(
             _gateway_config(settings),
             Placer(
                 self.registry,
-                _POLICIES[settings.prefill_policy](settings, Role.PREFILL),
-                _POLICIES[settings.decode_policy](settings, Role.DECODE),
+                _POLICIES[settings.prefill_policy](settings, Role.PREFILL, self.prefixes),
+                _POLICIES[settings.decode_policy](settings, Role.DECODE, self.prefixes),
             ),
             Handoffs(mooncake_in_turn=settings.mooncake_dispatch is MooncakeDispatch.SEQUENTIAL),
             self._egress,
@@ -146,10 +157,13 @@ class Service:
             self._monitor.report_doubt,
         )
         request_metrics.watch(self.gateway)
+        self._kv_events = None if self.prefixes is None else self._event_feed(self.prefixes, metrics)
         self._access_logs = AccessLogs(self.gateway.progress.received)
         server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
         self._server: ProcessServer = server(others=self._access_logs.methods)
         self.registry.subscribe(self._on_change)
+        if self.gateway.conditional is not None:
+            LoneDecodeWarnings(self.registry, self.gateway.handoffs, _conditions(settings))
 
     @property
     def metrics_port(self) -> int:
@@ -218,12 +232,31 @@ class Service:
         stack.push_async_callback(self._monitor.stop)
         if not settings.disable_load_monitoring:
             self._monitor_load(stack)
+        if self._kv_events is not None:
+            self._kv_events.start()
+            stack.callback(self._kv_events.stop)
         self._look_at_hosts(stack)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    def _event_feed(self, prefixes: EventPrefixes, metrics: Metrics) -> KvEventFeed:
+        """What follows workers' KV events. ZeroMQ is loaded for that only."""
+        from extproc.control.kv_event_metrics import KvEventMetrics  # noqa: PLC0415
+        from extproc.workers.kv_event_feed import KvEventFeed  # noqa: PLC0415
+
+        settings = self._settings
+        common = Common()
+        if settings.kv_event_source != EVENTS_AUTO:
+            replay = settings.kv_event_replay
+            common = Common(
+                Endpoint.parse(settings.kv_event_source), None if replay is None else Endpoint.parse(replay)
+            )
+        feed = KvEventFeed(self.registry, prefixes, common)
+        KvEventMetrics(self.registry, feed, prefixes, metrics)
+        return feed
 
     def _monitor_load(self, stack: AsyncExitStack) -> None:
         settings = self._settings
@@ -261,6 +294,9 @@ class Service:
             self.gateway.prefill_lost(worker)
         if gone or change is Change.REMOVED:
             self.gateway.placer.forget(worker)
+
+    def _cache_emptied(self, worker: Worker) -> None:
+        self.gateway.placer.forget(worker)
 
     def _session(self, call: Call) -> Session:
         return Session(self.gateway, call)
@@ -417,6 +453,28 @@ def _breaker(settings: Settings) -> BreakerSettings:
     )
 
 
+def _event_prefixes(settings: Settings, emptied: Callable[[Worker], None]) -> EventPrefixes | None:
+    return None if settings.kv_event_source == EVENTS_OFF else EventPrefixes(settings.kv_event_max_blocks, emptied)
+
+
+def _conditions(settings: Settings) -> str:
+    """The options of conditional disaggregation that are given."""
+    given = {
+        "--pd-min-prompt-tokens": settings.pd_min_prompt_tokens,
+        "--pd-min-uncached-tokens": settings.pd_min_uncached_tokens,
+    }
+    return ", ".join(flag for flag, tokens in given.items() if tokens)
+
+
+def _overload(settings: Settings) -> OverloadSettings:
+    return OverloadSettings(
+        enabled=settings.worker_overload_protection,
+        waiting_requests=settings.worker_overload_waiting_requests or WAITING,
+        token_usage=settings.worker_overload_token_usage or USAGE,
+        shed=settings.worker_overload_shed,
+    )
+
+
 def _gateway_config(settings: Settings) -> GatewayConfig:
     return GatewayConfig(
         request_timeout=settings.request_timeout_secs,
@@ -428,6 +486,8 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         retry=_retry_policy(settings),
         retry_released=settings.retry_released,
         kv_missing=settings.kv_missing,
+        min_prompt_tokens=settings.pd_min_prompt_tokens,
+        min_uncached_tokens=settings.pd_min_uncached_tokens,
         model_aliases=dict(settings.model_alias),
     )
 

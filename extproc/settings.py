@@ -27,6 +27,8 @@ from extproc.names import REQUEST_ID_HEADERS
 from extproc.policies.cache_options import CacheIndex
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
+    EVENTS_AUTO,
+    EVENTS_OFF,
     AddressText,
     Boundaries,
     Connector,
@@ -34,6 +36,8 @@ from extproc.values import (
     Count,
     Duration,
     EngineIds,
+    EventEndpoint,
+    EventSource,
     File,
     Grace,
     Growth,
@@ -46,6 +50,7 @@ from extproc.values import (
     Policy,
     PolicyName,
     Port,
+    Portion,
     Share,
     Tally,
     TcpAddressText,
@@ -199,6 +204,18 @@ class Settings(BaseModel):
     eviction_interval_secs: Annotated[Duration, Option(
         Group.POLICIES, "cache_aware: time between two looks at what is lost by age", "SECONDS")] = 60
 
+    pd_min_prompt_tokens: Annotated[Tally, Option(
+        Group.POLICIES, "shorter prompts: on the decode worker alone; 0: none", "COUNT")] = 0
+    pd_min_uncached_tokens: Annotated[Tally, Option(
+        Group.POLICIES, "so do those of which it has cached all but fewer", "COUNT")] = 0
+
+    kv_event_source: Annotated[EventSource, Option(
+        Group.POLICIES, "KV events: off, auto (workers say where) or tcp://*:PORT", "WHERE")] = EVENTS_OFF
+    kv_event_replay: Annotated[EventEndpoint | None, Option(
+        Group.POLICIES, "where missed ones can be had again: tcp://*:PORT", "WHERE", "nowhere")] = None
+    kv_event_max_blocks: Annotated[Count, Option(
+        Group.POLICIES, "blocks that are remembered, some 200 bytes each", "COUNT")] = 1_000_000
+
     model_alias: Annotated[ModelAliases, Option(
         Group.CLIENTS, "another name for a model; repeatable", "ALIAS=MODEL", "none")] = ()
     host: Annotated[IpAddress, Option(
@@ -259,6 +276,16 @@ class Settings(BaseModel):
         Group.LOAD, "never ask workers and Envoy how loaded they are")] = False
     load_monitor_interval: Annotated[Duration, Option(
         Group.LOAD, "time between two such questions to a worker", "SECONDS")] = 10
+    worker_overload_waiting_requests: Annotated[Count | None, Option(
+        Group.LOAD, "so many in its queues: a worker is overloaded", "N", "8")] = None
+    worker_overload_token_usage: Annotated[Portion | None, Option(
+        Group.LOAD, "so full is its KV cache: the same; above 0, up to 1", "SHARE", "0.8")] = None
+    worker_overload_protection: Annotated[bool, Option(
+        Group.LOAD, "spare overloaded workers", default="on with one of the two before")
+    ] = _from_settings_before(lambda data: not (
+        data["worker_overload_waiting_requests"] is data["worker_overload_token_usage"] is None))
+    worker_overload_shed: Annotated[bool, Option(
+        Group.LOAD, "all are overloaded: 503, not the least loaded")] = False
 
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY
@@ -369,6 +396,26 @@ class Settings(BaseModel):
             raise ValueError(
                 f"--retry-max-backoff-ms {longest} must not be less than --retry-initial-backoff-ms {first}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _cached_tokens_are_known(self) -> Settings:
+        if self.pd_min_uncached_tokens and self.decode_policy.value != "cache_aware":
+            raise ValueError(
+                "--pd-min-uncached-tokens needs --decode-policy cache_aware: no other knows what is cached"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replays_have_a_source(self) -> Settings:
+        if self.kv_event_replay is not None and self.kv_event_source in (EVENTS_OFF, EVENTS_AUTO):
+            raise ValueError("--kv-event-replay belongs to --kv-event-source tcp://HOST:PORT; workers name their own")
+        return self
+
+    @model_validator(mode="after")
+    def _overload_is_told(self) -> Settings:
+        if self.worker_overload_protection and self.disable_load_monitoring:
+            raise ValueError("--worker-overload-protection goes by what --disable-load-monitoring has nobody asked")
         return self
 
     @model_validator(mode="after")

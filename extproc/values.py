@@ -19,8 +19,10 @@ from extproc.given_workers import items
 from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
 from extproc.transport.address import TcpAddress, UnixAddress, parse_address
 from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.kv_event_source import Endpoint
 from extproc.workers.worker import Role
 
+EVENTS_OFF, EVENTS_AUTO = "off", "auto"  # of --kv-event-source
 _UNIX_PATH_BYTES = 107  # sun_path without its terminating zero
 
 
@@ -177,6 +179,23 @@ def _share(number: float) -> float:
     return number
 
 
+def _portion(number: float) -> float:
+    if not 0 < number <= 1:
+        raise ValueError("Must be above 0 and at most 1")
+    return number
+
+
+def _event_source(text: str) -> str:
+    if text not in (EVENTS_OFF, EVENTS_AUTO):
+        _event_endpoint(text)
+    return text
+
+
+def _event_endpoint(text: str) -> str:
+    Endpoint.parse(text)  # raises a ValueError
+    return text
+
+
 def _connector(name: str) -> str:
     return kv_config(Role.PREFILL, KvConfig(_not_empty(name))).connector
 
@@ -221,6 +240,9 @@ HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...]
 Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
 Boundaries = Annotated[tuple[int, ...], BeforeValidator(_boundaries), AfterValidator(_rising)]  # tokens
 Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
+Portion = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_portion)]
+EventSource = Annotated[str, AfterValidator(_event_source)]
+EventEndpoint = Annotated[str, AfterValidator(_event_endpoint)]
 Connector = Annotated[str, AfterValidator(_connector)]
 ControlKeys = Annotated[
     tuple[Annotated[InstanceOf[ControlKey], BeforeValidator(_control_key)], ...], BeforeValidator(items)

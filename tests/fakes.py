@@ -96,6 +96,11 @@ class FakeFleet:
     def usable(self, role, model):
         return tuple(w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids))
 
+    with_overloaded = usable
+
+    def sheds(self, role, model):  # noqa: ARG002
+        return False
+
     def healthy(self, role):
         return tuple(w for w in self.workers if w.role is role and w.usable)
 

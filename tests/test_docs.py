@@ -11,6 +11,7 @@ import pytest
 
 from extproc.apis.request import CONTROL_FIELDS, MAX_PROMPTS, MAX_SAMPLES, InferenceRequest
 from extproc.apis.table import APIS, Flow
+from extproc.control.kv_event_metrics import KvEventMetrics
 from extproc.control.load_report import load_report
 from extproc.control.metrics import Metrics
 from extproc.control.worker_metrics import WorkerMetrics
@@ -38,11 +39,14 @@ from extproc.handoff.one_token import one_token
 from extproc.handoff.sglang import SglangHandoff
 from extproc.handoff.table import Handoffs
 from extproc.observe import RequestLog, RequestMetrics
+from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
 from extproc.settings import Settings
-from extproc.workers import load_poll
+from extproc.workers import kv_event_stream, load_poll
 from extproc.workers.health_state import Pace
 from extproc.workers.kv_config import KvConfig, kv_config
+from extproc.workers.kv_event_feed import KvEventFeed
+from extproc.workers.kv_event_source import Common
 from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairing_key import Pairing
@@ -72,7 +76,7 @@ OTHERS_OPTIONS = {
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
-    *("--enable-metrics",),
+    *("--enable-metrics", "--kv-events-config"),
 }
 
 
@@ -125,7 +129,11 @@ def test_times_and_limits_are_the_codes():
     assert f"a fleet of more than {load_poll.MOST_PER_SECOND * load_poll.INTERVAL:g} more slowly" in timeouts
     assert f"asked every {load_poll.SILENT} intervals" in section("Load")
     assert f"data-parallel ranks it has (`--dp-aware`) {Pace().ranks:g} s" in timeouts
+    assert f"{kv_event_stream.REPLAY_SECONDS:g} s without a message" in timeouts
+    assert f"asked again after {kv_event_stream.AGAIN_SECONDS:g} s" in timeouts
     limits = "\n".join(" ".join(row) for row in rows("Limits"))
+    assert f"message of KV events {kv_event_stream.LARGEST >> 20} MiB" in limits
+    assert f"`--kv-event-max-blocks`, {Settings.model_fields['kv_event_max_blocks'].default}" in limits
     assert f"about load {load_poll.MOST_PER_SECOND} a second, {load_poll.CONCURRENCY} at once" in limits
     assert f"an answer to one {load_poll.LARGEST >> 20} MiB" in limits
     assert f"(`n`) {MAX_SAMPLES} " in limits
@@ -182,8 +190,10 @@ def test_every_request_metric_is_in_the_table():
 
 
 def test_every_worker_metric_is_in_the_table():
-    metrics = Metrics()
-    WorkerMetrics(Registry(lambda _: None), metrics)
+    metrics, registry = Metrics(), Registry(lambda _: None)
+    WorkerMetrics(registry, metrics)
+    prefixes = EventPrefixes(1)
+    KvEventMetrics(registry, KvEventFeed(registry, prefixes, Common()), prefixes, metrics)
     documented = {name for row in rows("Metrics") for name in re.findall(r"`([a-z_]+)`", row[0])}
     assert set(re.findall(r"# TYPE (\S+)", metrics.render().decode())) <= documented
 

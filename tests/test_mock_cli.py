@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import pytest
+import zmq
 
 from tests.mock_client import ask, dialling
 
@@ -129,3 +131,34 @@ async def test_a_taken_port_is_an_error() -> None:
         _, errors = await process.communicate()
     assert process.returncode == 2
     assert b"address already in use" in errors.lower()
+
+
+async def test_a_program_that_publishes_kv_events() -> None:
+    command = [sys.executable, "-m", "extproc", "mock", "--engine", "vllm", "--kv-events"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(20):
+            line = (await process.stdout.readline()).decode()
+        found = re.search(r"http://127\.0\.0\.1:(\d+), KV events tcp://127\.0\.0\.1:\d+, replays (tcp://\S+)$", line)
+        assert found is not None, line
+        program = Program(process, "127.0.0.1", int(found[1]), None)
+        body = {"model": "tiny", "prompt": [*range(3, 40)], "max_tokens": 1}
+        assert (await ask(program, "/v1/completions", body)).status == 200
+        frames = await asyncio.to_thread(_replayed, found[2])
+        assert (frames[2], b"BlockStored" in frames[3]) == (bytes(8), True)
+        assert await program.stop() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _replayed(endpoint: str) -> list[bytes]:
+    """The first batch that is kept."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.connect(endpoint)
+        socket.send_multipart([b"", bytes(8)])
+        return socket.recv_multipart()

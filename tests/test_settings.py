@@ -104,6 +104,7 @@ def test_our_own_defaults() -> None:
     assert settings.on_prefill_failure is OnPrefillFailure.RETRY
     assert settings.kv_missing is KvMissing.RECOMPUTE
     assert settings.mooncake_dispatch is MooncakeDispatch.CONCURRENT
+    assert (settings.worker_overload_protection, settings.worker_overload_shed) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +157,10 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "mooncake_dispatch": ("sequential", "sequential", MooncakeDispatch.SEQUENTIAL),
     "token_reuse": ("false", "false", False),
     "pd_pairing_mode": ("strict", "strict", PairingMode.STRICT),
+    "pd_min_prompt_tokens": ("7", "7", 7),
+    "pd_min_uncached_tokens": ("7", "7", 7),
+    "kv_event_source": ("tcp://*:5557", "'tcp://*:5557'", "tcp://*:5557"),
+    "kv_event_max_blocks": ("7", "7", 7),
     "model_alias": ("a=m; b=x=y", "{a: m, b: 'x=y'}", (ModelAlias("a", "m"), ModelAlias("b", "x=y"))),
     "dp_aware": ("true", "true", True),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
@@ -208,6 +213,10 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "health_success_threshold": ("7", "7", 7),
     "disable_load_monitoring": ("true", "true", True),
     "load_monitor_interval": ("7", "7", 7),
+    "worker_overload_protection": ("true", "true", True),
+    "worker_overload_waiting_requests": ("7", "7", 7),
+    "worker_overload_token_usage": ("0.7", "0.7", 0.7),
+    "worker_overload_shed": ("true", "true", True),
     "on_prefill_failure": ("decode-only", "decode-only", OnPrefillFailure.DECODE_ONLY),
     "kv_missing": ("fail", "fail", KvMissing.FAIL),
     "retry_max_retries": ("7", "7", 7),
@@ -238,7 +247,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 
 
 # A rule between fields is about it: it has a test of its own.
-APART = {"prefill_kv_engine_id"}
+APART = {"prefill_kv_engine_id", "kv_event_replay"}
 
 
 @pytest.mark.parametrize("field", [field for field in Settings.model_fields if field not in APART])
@@ -714,3 +723,43 @@ def test_an_option_under_both_names_in_the_environment() -> None:
 def test_boundaries_rise(text: str) -> None:
     (problem,) = problems({"cache_boundaries": text})
     assert problem.startswith("--cache-boundaries: Must be >= 1, each more than the one before")
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [
+        ({}, False),
+        ({"worker_overload_protection": "true"}, True),
+        ({"worker_overload_waiting_requests": "3"}, True),
+        ({"worker_overload_token_usage": "0.5"}, True),
+        ({"worker_overload_token_usage": "0.5", "worker_overload_protection": "false"}, False),
+    ],
+)
+def test_a_limit_switches_overload_protection_on(given: dict[str, object], *, on: bool) -> None:
+    assert load(given).worker_overload_protection is on
+
+
+@pytest.mark.parametrize("share", ["0", "1.1", "-0.5", "nan"])
+def test_a_limit_of_usage_is_a_share(share: str) -> None:
+    assert problems({"worker_overload_token_usage": share})
+
+
+def test_overload_protection_needs_somebody_to_ask() -> None:
+    (problem,) = problems({"worker_overload_protection": "true", "disable_load_monitoring": "true"})
+    assert "--disable-load-monitoring" in problem
+
+
+def test_cached_tokens_are_known_to_cache_aware_alone() -> None:
+    (problem,) = problems({"pd_min_uncached_tokens": "7", "decode_policy": "round_robin"})
+    assert "--decode-policy cache_aware" in problem
+
+
+def test_where_kv_events_are() -> None:
+    assert load().kv_event_source == "off"
+    both = load({"kv_event_source": "tcp://*:5557", "kv_event_replay": "tcp://10.0.0.1:5558"})
+    assert both.kv_event_replay == "tcp://10.0.0.1:5558"
+    for wrong in ("on", "5557", "http://a:1", "tcp://*:0", "tcp://*:65536", "tcp://a b:1", "ipc:///x"):
+        (problem,) = problems({"kv_event_source": wrong})
+        assert "tcp://HOST:PORT" in problem
+    (problem,) = problems({"kv_event_source": "auto", "kv_event_replay": "tcp://*:5558"})
+    assert "--kv-event-replay" in problem

@@ -49,15 +49,29 @@ class WorkerMetrics:
             "How often the worker's circuit breaker came into a state.",
             (*_LABELS, "state"),
         )
+        self._overloaded = metrics.gauge(
+            "pd_worker_overloaded", "Whether the worker's engine has too much to do (1) or not (0).", _LABELS
+        )
+        self._overloads = metrics.counter(
+            "pd_worker_overloads_total", "How often the worker's engine began to have too much to do.", _LABELS
+        )
         self._pushbacks = metrics.counter(
             "pd_worker_pushbacks_total", "Legs that the worker turned away because it was busy (429, 503).", _LABELS
         )
         metrics.before_render(self._collect)
 
     def _collect(self) -> None:
-        for gauge in (self._up, self._load, self._tokens, self._envoy, self._circuit, *self._engine.values()):
+        for gauge in (
+            self._up,
+            self._load,
+            self._tokens,
+            self._envoy,
+            self._circuit,
+            self._overloaded,
+            *self._engine.values(),
+        ):
             gauge.clear()
-        for counter in (self._transitions, self._pushbacks):
+        for counter in (self._transitions, self._pushbacks, self._overloads):
             counter.clear()
         up: Counter[tuple[str, str]] = Counter()
         load: Counter[tuple[str, str]] = Counter()
@@ -78,6 +92,8 @@ class WorkerMetrics:
         labels, breaker = (worker.role.value, worker.name), worker.breaker
         self._circuit.labels(*labels).set(_STATES[breaker.state])
         self._pushbacks.labels(*labels).value += breaker.pushbacks
+        self._overloaded.labels(*labels).set(bool(worker.overloaded))
+        self._overloads.labels(*labels).value += self._registry.overloads.times(worker)
         for state, times in self._registry.circuits.transitions(worker).items():
             self._transitions.labels(*labels, state.value).value += times
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, RetryPolicy
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
+from extproc.exchange.conditional import Conditional
 from extproc.exchange.progress import Progress
 from extproc.exchange.record import Observer
 from extproc.exchange.releases import Releases
@@ -40,6 +41,8 @@ class GatewayConfig:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     retry_released: bool = True  # try requests anew whose decode leg Envoy has; Envoy must be set up for it
     kv_missing: KvMissing = KvMissing.RECOMPUTE
+    min_prompt_tokens: int = 0  # a prompt of fewer runs on the decode worker alone; as below: 0: none
+    min_uncached_tokens: int = 0  # so does one of which the decode worker holds all but fewer
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 
@@ -96,6 +99,10 @@ class Gateway:
         self.releases = Releases(clock)
         self.progress = Progress(clock)
         self.late: dict[bytes, LateReply] = {}  # answers whose second call is awaited, or there; by request id
+        least, uncached = config.min_prompt_tokens, config.min_uncached_tokens
+        self.conditional = (
+            Conditional(placer, handoffs, least=least, least_uncached=uncached) if least or uncached else None
+        )
         self.draining = False
         self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over
         self.api_key = None if config.api_key is None else config.api_key.encode()

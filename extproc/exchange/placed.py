@@ -23,6 +23,6 @@ def still_sought(workers: Sequence[Worker]) -> Sequence[Worker]:
     Envoy tries the hosts that it is told of in order, whatever it knows of their health. (Measured: 0.3 µs for four.)
     """
     for worker in workers:
-        if worker.status is not Status.READY or worker.breaker.shuts_out:
-            return tuple(other for other in workers if other.sought) or workers
+        if worker.status is not Status.READY or worker.breaker.shuts_out or worker.overloaded:
+            return tuple(other for other in workers if other.sought and not other.overloaded) or workers
     return workers

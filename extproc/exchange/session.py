@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hmac import compare_digest
 from typing import Final, Protocol
 
@@ -24,7 +24,7 @@ from extproc.exchange.outlet import LateReply
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import WAIVED, Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
-from extproc.handoff.handoff import Alone, Kv
+from extproc.handoff.handoff import Alone, Handoff, Kv
 from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
 from extproc.policies.placement import Pair
@@ -295,6 +295,10 @@ class Session:
         gateway = self.gateway
         if api.flow is Flow.PREFILL_ONLY:
             return DirectCourse.alone(self, head, request, gateway.placer.prefills(request))
+        conditional = gateway.conditional
+        if conditional is not None and (lone := conditional.short(request)) is not None:
+            self._name_legs(gateway.handoffs.of(lone.workers[0]), api)
+            return self._alone_on(head, request, lone.workers, lone.alone)
         try:
             pair = gateway.placer.pair(request)
         except GatewayError:
@@ -303,11 +307,12 @@ class Session:
                 raise
             return course
         handoff = gateway.handoffs.of(pair.prefill)
-        if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
-            record.leg_id = record.request_id.removeprefix(api.id_prefix.encode())
+        self._name_legs(handoff, api)
         alone = handoff.alone(request, pair.prefill)
         if alone is not None:
             refuse_unknown(gateway, pair.prefill, alone)
+            return self._alone(head, request, pair, alone)
+        if conditional is not None and (alone := conditional.cached(request, pair.decodes[0])) is not None:
             return self._alone(head, request, pair, alone)
         placed = Placed(pair, handoff)
         joint = joint_of(request, pair.prefill.runtime)
@@ -322,10 +327,21 @@ class Session:
         """The course of a request that one worker of the pair answers alone."""
         placer = self.gateway.placer
         workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request, pair.prefill)
+        return self._alone_on(head, request, workers, alone)
+
+    def _alone_on(
+        self, head: RequestHead, request: InferenceRequest, workers: Sequence[Worker], alone: Alone
+    ) -> Course:
+        """The same, on the first of ``workers`` unless there is one that must be it."""
+        placer = self.gateway.placer
         if request.api is RESPONSES and isinstance(before := request.body.get("previous_response_id"), str):
             keeper = self.gateway.stored.keeper(before, placer.all_decodes())
             workers = workers if keeper is None else (keeper,)
         return DirectCourse.alone(self, head, request, workers, alone)
+
+    def _name_legs(self, handoff: Handoff, api: Api) -> None:
+        if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
+            self.record.leg_id = self.record.request_id.removeprefix(api.id_prefix.encode())
 
     def _without_prefill(self, head: RequestHead, request: InferenceRequest) -> Course | None:
         """The course of a request for which there is no pair, where a decode may serve without."""

@@ -17,6 +17,7 @@ class Kv(Enum):
     HANDED = "handed"  # the prefill worker computes it and the decode worker is told where it is
     RECOMPUTED = "recomputed"  # the decode worker computes it, although there might have been a handoff
     UNKNOWN = "unknown"  # the prefill worker computes it; whether the decode finds it is between their connectors
+    LOCAL = "local"  # the decode worker computes it, for the operator wants no handoff of such a prompt
     NONE = "none"  # one worker does all there is to do
 
 

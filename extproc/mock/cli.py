@@ -73,6 +73,7 @@ def _add_vllm(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--old-engine", action="store_true", help="prefill: no parameters after a stop token")
     group.add_argument("--dev-mode", action="store_true", help="as VLLM_SERVER_DEV_MODE=1: /reset_prefix_cache")
     group.add_argument("--profiler", action="store_true", help="as --profiler-config: /start_profile, /stop_profile")
+    group.add_argument("--kv-events", action="store_true", help="publish KV events; the ready line says where")
     group.add_argument("--no-token-ids", action="store_true", help="prompt_token_ids for a chat are ignored")
     group.add_argument("--no-prompt-tokens-details", action="store_true", help="usage does not tell cached tokens")
 
@@ -135,6 +136,7 @@ def _vllm(options: argparse.Namespace) -> VllmMock:
         old_engine=options.old_engine,
         dev_mode=options.dev_mode,
         profiler=options.profiler,
+        kv_events=options.kv_events,
         knows_token_ids=not options.no_token_ids,
         prompt_tokens_details=not options.no_prompt_tokens_details,
     )
@@ -151,6 +153,9 @@ async def _serve(mock: SglangMock | VllmMock, engine: str, grace: float) -> int:
         print(f"mock {mock.role}: {error}", file=sys.stderr)
         return 2
     where = f", bootstrap port {mock.bootstrap_port}" if mock.has_bootstrap else ""
+    publisher = mock.publisher if isinstance(mock, VllmMock) else None
+    if publisher is not None:
+        where += f", KV events {publisher.endpoint}, replays {publisher.replay_endpoint}"
     print(f"mock {engine} {mock.role} ready on {mock.url}{where}", flush=True)
     waits = [loop.create_task(asked.wait()), loop.create_task(mock.crashed.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -9,15 +9,19 @@ more than twice the requests under way of the farther one, and two more, the far
 which there is no prefill worker gets its work as soon as there is some to spare, and a busy neighbourhood is helped
 out. The prefill worker itself is chosen without regard to nearness: else those far from every decode worker would stand
 idle.
+
+Workers that are overloaded (:mod:`extproc.workers.overload`) are not among the candidates as long as a pair can be made
+without them. Where it cannot, the least loaded of their role is chosen (:mod:`extproc.policies.crowded`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
+from extproc.policies.crowded import LeastCrowded
 from extproc.policies.fail_over import FailOver
 from extproc.policies.policy import Policy, RequestView
 from extproc.workers.pairing import hand_over_alike, of_one_model, why_none
@@ -38,6 +42,12 @@ class Fleet(Protocol):
 
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """The workers of ``role`` that may be given a request for ``model`` now."""
+
+    def with_overloaded(self, role: Role, model: str | None) -> Sequence[Worker]:
+        """Those, and the overloaded ones, unless requests are turned away rather than given to them."""
+
+    def sheds(self, role: Role, model: str | None) -> bool:
+        """Whether there are none only because all are overloaded."""
 
     def healthy(self, role: Role) -> Sequence[Worker]:
         """All workers of ``role`` that may be asked something, whatever advises against giving them requests."""
@@ -66,6 +76,7 @@ class Placer:
         self._fleet = fleet
         self._prefill = prefill
         self._decode = decode
+        self._crowded = LeastCrowded()
         self._fail_over = FailOver(CANDIDATES)
 
     def pair(self, request: RequestView, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
@@ -77,22 +88,30 @@ class Placer:
             like: the prefill worker must hand over as this one does.
 
         Raises:
-            GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one, or
-                ``no_compatible_pd_pair``.
+            GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one,
+                ``no_compatible_pd_pair``, or ``worker_overload_protection_shed``.
         """
         pairs = self._fleet.pairs(request.model)
-        prefills = pairs.prefills if like is None else pairs.like(like)
-        prefill = self._first(pairs, prefills, without, request) if prefills else None
+        prefill = self._first(pairs, without, like, request)
+        if prefill is None and pairs.wider is not None:
+            pairs = pairs.wider()
+            prefill = self._first(pairs, without, like, request)
         if prefill is None:
             raise self._no_pair(pairs, request.model, without, like)
         tiers = pairs.tiers(prefill)
-        ranked = self._nearest(tiers, without, request) if len(tiers) > 1 else self._ranked(tiers[0], without, request)
+        policy = self._crowded if pairs.decodes_crowded else self._decode
+        if len(tiers) > 1:
+            ranked = _nearest(policy, tiers, without, request)
+        else:
+            ranked = _ranked(policy, tiers[0], without, request)
         return Pair(prefill, self._fail_over.order(ranked, tiers, without))
 
     def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
         """Whether :meth:`pair` would find one; no policy is told of the question."""
         pairs = self._fleet.pairs(model)
-        return any(_has_partner(pairs, prefill, without) for prefill in pairs.like(like) if prefill not in without)
+        if _has_pair(pairs, without, like):
+            return True
+        return pairs.wider is not None and _has_pair(pairs.wider(), without, like)
 
     def alike(
         self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
@@ -101,23 +120,31 @@ class Placer:
 
         ``partner``: they must also have the same partners, for it is about a KV cache that one of those has.
         """
-        found = tuple(
-            worker
-            for worker in self._fleet.usable(like.role, request.model)
-            if hand_over_alike(worker, like)
-            and worker.api_key == like.api_key
-            and worker not in without
-            and (not partner or worker.pairing == like.pairing)
-        )
-        policy = self._decode if like.role is Role.DECODE else self._prefill
-        if not found:
-            return ()
-        return self._fail_over.order(policy.rank(found, CANDIDATES, request), (found,), lasting=False)
+        for workers in (self._fleet.usable, self._fleet.with_overloaded):
+            found = tuple(
+                worker
+                for worker in workers(like.role, request.model)
+                if hand_over_alike(worker, like)
+                and worker.api_key == like.api_key
+                and worker not in without
+                and (not partner or worker.pairing == like.pairing)
+            )
+            if found:
+                ranked = self._policy(like.role, found).rank(found, CANDIDATES, request)
+                return self._fail_over.order(ranked, (found,), lasting=False)
+        return ()
 
-    def decodes(self, request: RequestView) -> Sequence[Worker]:
-        """Decode workers in order of preference, for a request that one of them answers alone; none may be left."""
+    def decodes(
+        self, request: RequestView, among: Callable[[Sequence[Worker]], Sequence[Worker]] | None = None
+    ) -> Sequence[Worker]:
+        """Decode workers in order of preference, for a request that one of them answers alone; none may be left.
+
+        ``among`` tells those of a set that can.
+        """
         found = self._fleet.usable(Role.DECODE, request.model)
-        return self._in_order(self._decode, found, request) if found else ()
+        if among is not None:
+            found = among(found)
+        return self._in_order(found, request) if found else ()
 
     def all_decodes(self) -> Sequence[Worker]:
         """Every decode worker that may be asked something now, in no order of preference.
@@ -138,17 +165,23 @@ class Placer:
         """
         prefills = self._fleet.usable(Role.PREFILL, request.model)
         if not prefills:
+            if self._fleet.sheds(Role.PREFILL, request.model):
+                raise _shed(Role.PREFILL)
             raise self._nobody(request.model, Role.PREFILL)
         if like is not None:
             others = tuple(worker for worker in prefills if worker is not like and hand_over_alike(worker, like))
             return self._fail_over.order((like, *others[: CANDIDATES - 1]), (prefills,))
-        return self._in_order(self._prefill, prefills, request)
+        return self._in_order(prefills, request)
 
     def answered(self, request: RequestView, worker: Worker) -> None:
         """A leg of ``request`` on ``worker`` was answered as it should be."""
         policy = self._decode if worker.role is Role.DECODE else self._prefill
         if policy.learns:
             policy.learn(request, worker)
+
+    def held(self, request: RequestView, decode: Worker) -> int:
+        """About how many tokens of the prompt a decode worker's KV cache is known to hold."""
+        return self._decode.held(request, decode)
 
     def forget(self, worker: Worker) -> None:
         """``worker`` is gone, or may be another process: what it had is lost."""
@@ -157,52 +190,37 @@ class Placer:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _in_order(self, policy: Policy, candidates: Sequence[Worker], request: RequestView) -> Sequence[Worker]:
-        """Whom ``policy`` takes of ``candidates``, and where the same request may go when that one refuses it."""
+    def _policy(self, role: Role, candidates: Sequence[Worker]) -> Policy:
+        """Who ranks ``candidates``, which are all overloaded or none."""
+        if candidates[0].overloaded:
+            return self._crowded
+        return self._decode if role is Role.DECODE else self._prefill
+
+    def _in_order(self, candidates: Sequence[Worker], request: RequestView) -> Sequence[Worker]:
+        """Whom the policy takes of ``candidates``, and where the same request may go when that one refuses it."""
+        policy = self._policy(candidates[0].role, candidates)
         return self._fail_over.order(_of_one_kind(policy.rank(candidates, CANDIDATES, request)), (candidates,))
 
     def _first(
-        self, pairs: Pairs, prefills: Sequence[Worker], without: Collection[Worker], request: RequestView
+        self, pairs: Pairs, without: Collection[Worker], like: Worker | None, request: RequestView
     ) -> Worker | None:
         """The prefill worker whose turn it is of those that have a partner left; None when none has."""
-        if not without:
-            return self._prefill.rank(prefills, 1, request)[0]
-        # As a set of its own: the turn of the whole one is the next request's, not this one's second.
-        left = tuple(worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without))
-        return self._prefill.rank(left, 1, request)[0] if left else None
-
-    def _ranked(self, decodes: Sequence[Worker], without: Collection[Worker], request: RequestView) -> Sequence[Worker]:
-        """As many of ``decodes`` as Envoy may try, best first; none when all are to be left out."""
-        left = tuple(worker for worker in decodes if worker not in without) if without else decodes
-        return self._decode.rank(left, CANDIDATES, request) if left else ()
-
-    def _nearest(self, tiers: Tiers, without: Collection[Worker], request: RequestView) -> Sequence[Worker]:
-        """The same, of several groups the nearest first: see the module."""
-        chosen: Sequence[Worker] = ()
-        passed: list[Worker] = []  # of nearer groups, which are busy
-        for tier in tiers:
-            if chosen and chosen[0].load <= NEAR_FACTOR:  # then nobody far can have less than half
-                break
-            ranked = self._ranked(tier, without, request)
-            if ranked and (not chosen or chosen[0].load > NEAR_FACTOR * (ranked[0].load + 1)):
-                passed, chosen = [*chosen, *passed], ranked
-        found = [*chosen, *passed]
-        for tier in tiers:
-            if len(found) >= CANDIDATES:
-                break
-            # Not by the policy: its turn is for those who are meant to serve.
-            start = random.getrandbits(32)
-            for place in range(start, start + len(tier)):
-                worker = tier[place % len(tier)]
-                if worker not in found and worker not in without:
-                    found.append(worker)
-                    if len(found) >= CANDIDATES:
-                        break
-        return tuple(found[:CANDIDATES])
+        prefills = pairs.prefills if like is None else pairs.like(like)
+        if without:
+            # As a set of its own: the turn of the whole one is the next request's, not this one's second.
+            prefills = tuple(
+                worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without)
+            )
+        if not prefills:
+            return None
+        policy = self._crowded if pairs.prefills_crowded else self._prefill
+        return policy.rank(prefills, 1, request)[0]
 
     def _no_pair(
         self, pairs: Pairs, model: str | None, without: Collection[Worker], like: Worker | None
     ) -> GatewayError:
+        if pairs.sheds:
+            return _shed(Role.DECODE if pairs.usable_prefills else Role.PREFILL)
         prefills = [
             worker
             for worker in pairs.usable_prefills
@@ -225,6 +243,48 @@ class Placer:
         return GatewayError(
             "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
         )
+
+
+def _shed(role: Role) -> GatewayError:
+    message = f"All {role.value} workers that could take the request are overloaded"
+    return GatewayError("worker_overload_protection_shed", message, retry_after=_RETRY_AFTER)
+
+
+def _ranked(
+    policy: Policy, decodes: Sequence[Worker], without: Collection[Worker], request: RequestView
+) -> Sequence[Worker]:
+    """As many of ``decodes`` as Envoy may try, best first; none when all are to be left out."""
+    left = tuple(worker for worker in decodes if worker not in without) if without else decodes
+    return policy.rank(left, CANDIDATES, request) if left else ()
+
+
+def _nearest(policy: Policy, tiers: Tiers, without: Collection[Worker], request: RequestView) -> Sequence[Worker]:
+    """The same, of several groups the nearest first: see the module."""
+    chosen: Sequence[Worker] = ()
+    passed: list[Worker] = []  # of nearer groups, which are busy
+    for tier in tiers:
+        if chosen and chosen[0].load <= NEAR_FACTOR:  # then nobody far can have less than half
+            break
+        ranked = _ranked(policy, tier, without, request)
+        if ranked and (not chosen or chosen[0].load > NEAR_FACTOR * (ranked[0].load + 1)):
+            passed, chosen = [*chosen, *passed], ranked
+    found = [*chosen, *passed]
+    for tier in tiers:
+        if len(found) >= CANDIDATES:
+            break
+        # Not by the policy: its turn is for those who are meant to serve.
+        start = random.getrandbits(32)
+        for place in range(start, start + len(tier)):
+            worker = tier[place % len(tier)]
+            if worker not in found and worker not in without:
+                found.append(worker)
+                if len(found) >= CANDIDATES:
+                    break
+    return tuple(found[:CANDIDATES])
+
+
+def _has_pair(pairs: Pairs, without: Collection[Worker], like: Worker) -> bool:
+    return any(_has_partner(pairs, prefill, without) for prefill in pairs.like(like) if prefill not in without)
 
 
 def _has_partner(pairs: Pairs, prefill: Worker, without: Collection[Worker]) -> bool:

@@ -51,5 +51,9 @@ class Policy(ABC):
     def learn(self, request: RequestView, worker: Worker) -> None:  # noqa: B027 - most policies learn nothing
         """A leg of ``request`` on ``worker`` was answered as it should be: its KV cache has the prompt."""
 
+    def held(self, request: RequestView, worker: Worker) -> int:  # noqa: ARG002
+        """About how many tokens of the beginning of the prompt the KV cache of ``worker`` is known to hold."""
+        return 0
+
     def forget(self, worker: Worker) -> None:  # noqa: B027
         """``worker`` is gone, or may be another process: what it had is lost."""

@@ -7,11 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.worker import Role, Worker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """The usable workers of one role for one model.
+
+    Attributes:
+        all: those that circuit breakers let through.
+        easy: those of them that are not overloaded; the same object where none is.
+        chosen: ``easy``, or ``all`` where there is nobody in ``easy`` and overloaded workers may be used.
+    """
+
+    all: tuple[Worker, ...]
+    easy: tuple[Worker, ...]
+    chosen: tuple[Worker, ...]
+
+    @classmethod
+    def of(cls, workers: tuple[Worker, ...], *, sheds: bool) -> _Side:
+        easy = tuple(worker for worker in workers if not worker.overloaded)
+        if len(easy) == len(workers):
+            easy = workers
+        return cls(workers, easy, easy if easy or sheds else workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +48,12 @@ class _OfRole:
     that are dead are kept out by their probes.
     """
 
-    by_model: dict[str | None, tuple[Worker, ...]]
-    any_model: tuple[Worker, ...]  # those that serve whatever they are asked for
+    by_model: dict[str | None, _Side]
+    any_model: _Side  # those that serve whatever they are asked for
+
+    def side(self, model: str | None) -> _Side:
+        found = self.by_model.get(model)
+        return self.any_model if found is None else found
 
 
 class Index:
@@ -35,13 +62,16 @@ class Index:
     Args:
         workers: all that are registered, in whatever state.
         pairing: how prefill and decode workers are compared.
+        sheds: overloaded workers are not used even where there are no others.
     """
 
-    def __init__(self, workers: Callable[[], Iterable[Worker]], pairing: PairingMode) -> None:
+    def __init__(self, workers: Callable[[], Iterable[Worker]], pairing: PairingMode, *, sheds: bool = False) -> None:
         self._workers = workers
         self._pairing = pairing
+        self._sheds = sheds
         self._of_roles: dict[Role, _OfRole] = {}
-        self._pairs: dict[tuple[int, int, bool], Pairs] = {}  # by identity of the usable workers
+        # By identity of the usable workers, and whether those that are overloaded are among them in any case.
+        self._pairs: dict[tuple[int, int, bool, bool], Pairs] = {}
         self._models: dict[str, None] | None = None
         self._readiness: Readiness | None = None
 
@@ -54,11 +84,17 @@ class Index:
 
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """See Registry."""
-        workers = self._of_roles.get(role)
-        if workers is None:
-            workers = self._of_roles[role] = self._build(role)
-        found = workers.by_model.get(model)
-        return workers.any_model if found is None else found
+        return self._side(role, model).chosen
+
+    def with_overloaded(self, role: Role, model: str | None) -> Sequence[Worker]:
+        """See Registry."""
+        side = self._side(role, model)
+        return side.chosen if self._sheds else side.all
+
+    def sheds(self, role: Role, model: str | None) -> bool:
+        """See Registry."""
+        side = self._side(role, model)
+        return bool(side.all) and not side.chosen
 
     def healthy(self, role: Role) -> Sequence[Worker]:
         """See Registry."""
@@ -66,11 +102,23 @@ class Index:
 
     def pairs(self, model: str | None) -> Pairs:
         """See Registry."""
-        prefills, decodes = self.usable(Role.PREFILL, model), self.usable(Role.DECODE, model)
-        key = (id(prefills), id(decodes), model is None)
+        prefills, decodes = self._side(Role.PREFILL, model), self._side(Role.DECODE, model)
+        key = (id(prefills), id(decodes), model is None, False)
         found = self._pairs.get(key)
         if found is None:
-            found = self._pairs[key] = Pairs(prefills, decodes, self._pairing, any_model=model is None)
+            found = self._pairs[key] = self._pair(prefills, decodes, model)
+        return found
+
+    def all_pairs(self, model: str | None) -> Pairs:
+        """The pairs of all that circuit breakers let through, whether or not they are overloaded."""
+        prefills, decodes = self._side(Role.PREFILL, model), self._side(Role.DECODE, model)
+        key = (id(prefills), id(decodes), model is None, True)
+        found = self._pairs.get(key)
+        if found is None:
+            crowded = (Role.PREFILL, Role.DECODE)
+            any_model = model is None
+            found = Pairs(prefills.all, decodes.all, self._pairing, any_model=any_model, crowded=crowded)
+            self._pairs[key] = found
         return found
 
     def models(self) -> Mapping[str, None]:
@@ -89,14 +137,41 @@ class Index:
             self._readiness = assess(list(self._workers()), self._pairing)
         return self._readiness
 
+    def _side(self, role: Role, model: str | None) -> _Side:
+        workers = self._of_roles.get(role)
+        if workers is None:
+            workers = self._of_roles[role] = self._build(role)
+        return workers.side(model)
+
+    def _pair(self, prefills: _Side, decodes: _Side, model: str | None) -> Pairs:
+        """The pairs of those that are not overloaded; where they make none, with the fewest that must be among them."""
+        any_model = model is None
+        if prefills.easy is prefills.all and decodes.easy is decodes.all:
+            return Pairs(prefills.all, decodes.all, self._pairing, any_model=any_model)
+        if self._sheds:
+            found = Pairs(prefills.easy, decodes.easy, self._pairing, any_model=any_model)
+            found.sheds = not found.prefills and bool(self.all_pairs(model).prefills)
+            return found
+        wider = partial(self.all_pairs, model)
+        for some, others, crowded in (
+            (prefills.easy, decodes.easy, ()),
+            (prefills.all, decodes.easy, (Role.PREFILL,)),
+            (prefills.easy, decodes.all, (Role.DECODE,)),
+        ):
+            found = Pairs(some, others, self._pairing, any_model=any_model, crowded=crowded, wider=wider)
+            if found.prefills:
+                return found
+        return wider()
+
     def _build(self, role: Role) -> _OfRole:
         usable = self.healthy(role)
         models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
-        by_model: dict[str | None, tuple[Worker, ...]] = {
-            model: _sought([w for w in usable if not w.model_ids or model in w.model_ids]) for model in models
+        side = partial(_Side.of, sheds=self._sheds)
+        by_model: dict[str | None, _Side] = {
+            model: side(_sought([w for w in usable if not w.model_ids or model in w.model_ids])) for model in models
         }
-        by_model[None] = _sought(usable)
-        return _OfRole(by_model, _sought([w for w in usable if not w.model_ids]))
+        by_model[None] = side(_sought(usable))
+        return _OfRole(by_model, side(_sought([w for w in usable if not w.model_ids])))
 
 
 def _sought(workers: Sequence[Worker]) -> tuple[Worker, ...]:

@@ -32,6 +32,7 @@ MOST_PER_SECOND: Final = 50  # questions to the whole fleet
 CONCURRENCY: Final = 32  # questions under way at once
 STALE: Final = 3  # intervals after which an answer counts no more
 SILENT: Final = 6  # intervals until a worker that says nothing of its load is asked again
+SOONER: Final = 10  # an overloaded worker is asked so many times as often, for its queue may empty in no time
 LARGEST: Final = 1 << 20  # bytes of an answer: of a vLLM's metrics, 70 ranks; to read them takes 3 ms
 _JITTER: Final = 0.1
 _ABSENT: Final = (404, 405, 501)
@@ -123,6 +124,15 @@ class LoadMonitor:
         wanted = min((seconds for seconds in own if seconds is not None), default=self._interval)
         return max(wanted, len(self._targets) / MOST_PER_SECOND)
 
+    def _pause(self, target: _Target) -> float:
+        """Seconds until the next question to a base URL."""
+        period = self._period(target)
+        if not target.sources:
+            return period * SILENT
+        if any(worker.overloaded for worker in target.workers):
+            return max(period / SOONER, len(self._targets) / MOST_PER_SECOND)
+        return period
+
     # -- which workers --------------------------------------------------------------------------------------------
 
     def _changed(self, worker: Worker, change: Change) -> None:
@@ -131,7 +141,7 @@ class LoadMonitor:
         if change is Change.IDENTITY and target is not None:
             target.sources = list(sources_of(worker.runtime))  # it may be another engine now
             if worker in target.workers:
-                _tell(target, worker)  # it may stand for another rank
+                self._tell(target, worker)  # it may stand for another rank
 
     def _look_at(self, worker: Worker) -> None:
         target = self._targets.get(str(worker.url))
@@ -144,7 +154,7 @@ class LoadMonitor:
     def _add(self, worker: Worker) -> None:
         target = self._targets.setdefault(str(worker.url), _Target())
         target.workers.append(worker)
-        _tell(target, worker)
+        self._tell(target, worker)
         if target.task is None:
             target.sources = list(sources_of(worker.runtime))
             asking = self._ask_on(target)
@@ -153,7 +163,7 @@ class LoadMonitor:
     def _drop(self, worker: Worker) -> None:
         target = self._targets[str(worker.url)]
         target.workers.remove(worker)
-        worker.engine_load = None
+        self._set(worker, None)
         if target.workers:
             return
         del self._targets[str(worker.url)]
@@ -175,8 +185,7 @@ class LoadMonitor:
                     await self._ask(target)
             except Exception:
                 _logger.exception("asking for a load failed; going on", extra={"worker": target.workers[0].name})
-            pause = self._period(target) * (1 if target.sources else SILENT)
-            await asyncio.sleep(jittered(pause))
+            await asyncio.sleep(jittered(self._pause(target)))
 
     async def _ask(self, target: _Target) -> None:
         worker = target.workers[0]
@@ -206,9 +215,25 @@ class LoadMonitor:
             target.expiry.cancel()
         target.said = time.monotonic(), found
         for worker in target.workers:
-            _tell(target, worker)
+            self._tell(target, worker)
         target.trouble = ""
-        target.expiry = asyncio.get_running_loop().call_later(STALE * self._period(target), _expire, target)
+        target.expiry = asyncio.get_running_loop().call_later(STALE * self._period(target), self._expire, target)
+
+    def _tell(self, target: _Target, worker: Worker) -> None:
+        """Tell a worker what was said of it, if anything."""
+        at, found = target.said or (0.0, ())
+        load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
+        self._set(worker, load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank))
+
+    def _expire(self, target: _Target) -> None:
+        """What was said is too old."""
+        target.said = None
+        for worker in target.workers:
+            self._set(worker, None)
+
+    def _set(self, worker: Worker, load: EngineLoad | None) -> None:
+        worker.engine_load = load
+        self._registry.overloads.judge(worker)
 
 
 def jittered(seconds: float) -> float:
@@ -222,20 +247,6 @@ def _say(target: _Target, trouble: str) -> None:
         target.trouble = trouble
         extra = {"worker": target.workers[0].name, "reason": trouble}
         _logger.info("how loaded the engine is, is not known", extra=extra)
-
-
-def _tell(target: _Target, worker: Worker) -> None:
-    """Tell a worker what was said of it, if anything."""
-    at, found = target.said or (0.0, ())
-    load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
-    worker.engine_load = load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank)
-
-
-def _expire(target: _Target) -> None:
-    """What was said is too old."""
-    target.said = None
-    for worker in target.workers:
-        worker.engine_load = None
 
 
 def _limit_of(worker: Worker) -> int | None:

@@ -15,6 +15,7 @@ import orjson
 
 from extproc.workers import vllm_cache
 from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.kv_event_source import labels_of
 from extproc.workers.worker import Role
 
 _SERVER_LABELS = (
@@ -182,6 +183,7 @@ def _assemble(
         **_labels(model, _MODEL_LABELS),
         **_labels(server, _SERVER_LABELS),
         **_layout(server),
+        **labels_of(server.get("kv_events")),
         **(_labels(models[0], ("max_model_len",)) if models else {}),
     }
     served = labels.get("served_model_name")

@@ -6,7 +6,7 @@ Workers are compared by kind (what they need of a partner, and their models), of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from extproc.workers.pairing import PairingMode, difference, hand_over_alike, may_pair, of_one_model, share_model
@@ -26,17 +26,33 @@ class Pairs:
         prefills, decodes: the workers.
         mode: how they are compared.
         any_model: no model was asked for: both must serve a common one; else all serve the one that was.
+        crowded: the roles of which only those that are overloaded are left, so that the least loaded is to be chosen.
+        wider: makes the pairs of these workers and of those that were left out, for they are overloaded; None: nobody
+            was, or those are not to be used at all.
 
     Attributes:
-        mode: as above.
+        mode, wider: as above.
+        sheds: there are no pairs because those that would make them are overloaded, and not to be used.
+        prefills_crowded, decodes_crowded: what ``crowded`` says.
         usable_prefills, usable_decodes: all, with a partner or without.
         prefills: those that have a partner.
     """
 
     def __init__(
-        self, prefills: Sequence[Worker], decodes: Sequence[Worker], mode: PairingMode, *, any_model: bool
+        self,
+        prefills: Sequence[Worker],
+        decodes: Sequence[Worker],
+        mode: PairingMode,
+        *,
+        any_model: bool,
+        crowded: Collection[Role] = (),
+        wider: Callable[[], Pairs] | None = None,
     ) -> None:
         self.mode = mode
+        self.prefills_crowded = Role.PREFILL in crowded
+        self.decodes_crowded = Role.DECODE in crowded
+        self.wider = wider
+        self.sheds = False
         self.usable_prefills = prefills
         self.usable_decodes = decodes
         self._any_model = any_model

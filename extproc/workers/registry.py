@@ -22,6 +22,7 @@ from extproc.workers.from_spec import describe, named_engines, take_over
 from extproc.workers.identity import new_worker_id
 from extproc.workers.index import Index
 from extproc.workers.metadata import Metadata
+from extproc.workers.overload import Overloads, OverloadSettings
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
 from extproc.workers.publication import Publish
@@ -40,6 +41,7 @@ class Change(Enum):
     ADDED = "added"
     STATUS = "status"  # its status is another
     CIRCUIT = "circuit"  # its circuit breaker lets more or less through
+    OVERLOAD = "overload"  # its engine has too much to do, or not any more
     IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
     SPEC = "spec"  # its registration is another: whoever goes by it reads it again
     ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
@@ -73,7 +75,8 @@ class Registry:
 
     ``drain_limit`` (seconds) bounds the wait for requests under way when a worker is removed or moves; one that is
     removed stays for its ``drain_settle_secs`` at least, if it was registered with that.
-    ``drain_poll`` is how often their number is looked at. ``breaker``: of workers without settings of their own.
+    ``drain_poll`` is how often their number is looked at. ``breaker`` and ``overload``: of workers without
+    settings of their own.
     ``pairing`` says how prefill and decode workers are compared. ``dp_aware``: a server with several data-parallel
     ranks has an entry for each (:mod:`extproc.workers.ranks`); whatever is told of one of them holds for all.
     """
@@ -87,16 +90,19 @@ class Registry:
         publish_retry: float = 5.0,
         pairing: PairingMode = PairingMode.LENIENT,
         breaker: BreakerSettings | None = None,
+        overload: OverloadSettings | None = None,
         dp_aware: bool = False,
     ) -> None:
         self.pairing = pairing
         self.dp_aware = dp_aware
         self._records: dict[str, _Record] = {}
         self._by_url: dict[tuple[str, Role], _Record] = {}
-        self._index = Index(self.__iter__, pairing)
+        overload = overload or OverloadSettings()
+        self._index = Index(self.__iter__, pairing, sheds=overload.shed)
         self._subscribers: list[Subscriber] = []
         self._draining = Draining(drain_limit, drain_poll)
         self.circuits = Circuits(breaker or BreakerSettings(), self._circuit_moved)
+        self.overloads = Overloads(overload, self._overload_moved)
         self._addresses = Addresses(
             publish, moved=self._moved, until_idle=self._draining.until_idle, retry_delay=publish_retry
         )
@@ -113,6 +119,14 @@ class Registry:
     def healthy(self, role: Role) -> Sequence[Worker]:
         """All workers of ``role`` that may be asked something, whatever their circuit breakers advise."""
         return self._index.healthy(role)
+
+    def with_overloaded(self, role: Role, model: str | None) -> Sequence[Worker]:
+        """Those of :meth:`usable` and the overloaded ones, unless requests are rather turned away."""
+        return self._index.with_overloaded(role, model)
+
+    def sheds(self, role: Role, model: str | None) -> bool:
+        """Whether the workers of ``role`` for ``model`` are all overloaded, and requests are turned away then."""
+        return self._index.sheds(role, model)
 
     def knows_model(self, model: str) -> bool:
         """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
@@ -148,8 +162,9 @@ class Registry:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
         if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
             circuit = worker.breaker.explain() if worker.status is Status.READY else ""
-            alone = self.pairs(None).why_alone(worker) if worker.usable else ""
-            return "; ".join(filter(None, (worker.reason, circuit, alone)))
+            busy = f"overloaded: {worker.overloaded}" if worker.overloaded else ""
+            alone = self._index.all_pairs(None).why_alone(worker) if worker.usable else ""
+            return "; ".join(filter(None, (worker.reason, circuit, busy, alone)))
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
     def has_joined(self, worker: Worker) -> bool:
@@ -190,6 +205,7 @@ class Registry:
         worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
         take_over(spec, worker)
         self.circuits.watch(worker, spec.resilience)
+        self.overloads.watch(worker, spec.overload)
         record = _Record(worker, spec, changed=time.time())
         _logger.info("worker added", extra=_named(worker))
         self._records[worker.id] = self._by_url[key] = record
@@ -224,6 +240,7 @@ class Registry:
         take_over(spec, worker)
         worker.listed, worker.takes_token_ids = (), False
         self.circuits.change(worker, spec.resilience)
+        self.overloads.watch(worker, spec.overload)
         self._set_status(record, Status.PENDING, "")
         self._tell(worker, Change.SPEC)
 
@@ -312,6 +329,7 @@ class Registry:
         if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
             worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
         self.circuits.change(worker, spec.resilience)
+        self.overloads.watch(worker, spec.overload)
 
     def _describe(self, record: _Record, found: Metadata) -> None:
         record.found = found
@@ -343,6 +361,7 @@ class Registry:
         take_over(first.spec, worker)
         worker.kv_engines = ()  # those that the server has are shared out to its ranks
         self.circuits.watch(worker, first.spec.resilience)
+        self.overloads.watch(worker, first.spec.overload)
         worker.status, worker.reason, worker.endpoint = first.worker.status, first.worker.reason, first.worker.endpoint
         record = _Record(worker, first.spec, time.time(), joined=first.joined, replaced=first.replaced)
         if first.found is not None:
@@ -375,6 +394,10 @@ class Registry:
             self._addresses.tell_health(worker)
             self._tell(worker, Change.CIRCUIT)
 
+    def _overload_moved(self, worker: Worker) -> None:
+        if worker.id in self._records:
+            self._tell(worker, Change.OVERLOAD)
+
     def _tell(self, worker: Worker, change: Change) -> None:
         self._index.forget()
         for callback in tuple(self._subscribers):
@@ -403,6 +426,7 @@ class Registry:
         worker.endpoint = None
         del self._records[worker.id]
         self.circuits.forget(worker)
+        self.overloads.forget(worker)
         _logger.info("worker removed", extra=_named(worker))
         self._tell(worker, Change.REMOVED)
 

@@ -5,15 +5,17 @@ As a program: starts all three, prints their addresses and keeps them until Ctrl
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 
 import servers
-from servers import MODEL, MODEL_DIRECTORY, Server
+from servers import MODEL, MODEL_DIRECTORY, Server, free_port
 
 BOOTSTRAP_PORT = 31598
 RANKED_BOOTSTRAP_PORT = 31498
 RANKS = 2
+PAGE = 4
 COMMON = (
     *("--host", "127.0.0.1", "--served-model-name", MODEL),
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
@@ -63,6 +65,13 @@ def engines() -> Engines:
         _server("decode", 31311, "--disaggregation-mode", "decode", *TRANSFER),
         _server("aggregated", 31321),
     )
+
+
+def publishing() -> Server:
+    """One that does all by itself, in pages of PAGE tokens, and publishes its KV events; not started."""
+    ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
+    config = {"publisher": "zmq", **{name: f"tcp://*:{port}" for name, port in ports.items()}}
+    return _server("publishing", 31341, "--page-size", str(PAGE), "--kv-events-config", json.dumps(config))
 
 
 def ranked() -> tuple[Server, Server]:

@@ -16,6 +16,7 @@ from servers import MODEL, MODEL_DIRECTORY, Server, free_port
 
 CONNECTORS = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
 BLOCKS = 1024
+PUBLISHED_BLOCKS = 100  # more than the longest prompt, 2048 tokens
 PREFILL_CONTEXT = 1024  # tokens
 COMMON = (
     *("--served-model-name", MODEL, "--host", "127.0.0.1"),
@@ -52,6 +53,19 @@ def aggregated() -> VllmServer:
 def ranked() -> VllmServer:
     """The same, of two data-parallel ranks."""
     return _server("ranked", "--data-parallel-size", "2", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+
+
+def publishing() -> VllmServer:
+    """One that does all by itself, with a small KV cache of which it publishes the events."""
+    ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
+    config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    config |= {name: f"tcp://*:{port}" for name, port in ports.items()}
+    blocks = ("--num-gpu-blocks-override", str(PUBLISHED_BLOCKS))
+    server = _server("publishing", "--kv-events-config", json.dumps(config), *blocks, VLLM_SERVER_DEV_MODE="1")
+    here = {name: f"tcp://127.0.0.1:{port}" for name, port in ports.items()}
+    labels = {"kv_events": here["endpoint"], "kv_events_replay": here["replay_endpoint"]}
+    server.registration = {"url": server.url, "worker_type": "prefill", "labels": labels}
+    return server
 
 
 def prefill(connector: str, name: str = "prefill") -> VllmServer:

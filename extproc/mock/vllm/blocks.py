@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 _PREFIXES = 100_000  # cached prefixes that are remembered
 
@@ -21,6 +22,7 @@ class Blocks:
         self._written: dict[int, int] = {}
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._prefixes: dict[int, None] = {}
+        self.tell: Callable[..., None] | None = None  # is told what comes into the prefix cache and leaves it
 
     @property
     def usage(self) -> float:
@@ -66,21 +68,37 @@ class Blocks:
         """How many of a prompt's tokens are in the prefix cache, where the whole prompt is put by this."""
         hits = digest = 0
         unbroken = True
+        new: list[int] = []
+        parent: int | None = None
         for end in range(self.size, len(ids) + 1, self.size):
-            digest = zlib.crc32(repr(ids[end - self.size : end]).encode(), digest)
+            before, digest = digest, zlib.crc32(repr(ids[end - self.size : end]).encode(), digest)
             unbroken = unbroken and digest in self._prefixes
             if unbroken and end < len(ids):  # the last token is always computed
                 hits = end
+            if not unbroken:
+                if not new and end > self.size:
+                    parent = before
+                new.append(digest)
             self._prefixes[digest] = None
-        while len(self._prefixes) > _PREFIXES:
-            del self._prefixes[next(iter(self._prefixes))]
+        gone = [self._forget_oldest() for _ in range(len(self._prefixes) - _PREFIXES)]
+        if self.tell is not None:
+            start = len(ids) // self.size - len(new)
+            tokens = ids[start * self.size : (start + len(new)) * self.size]
+            self.tell(*([_stored(new, parent, tokens, self.size)] if new else []), *([_removed(gone)] if gone else []))
         return hits
+
+    def _forget_oldest(self) -> int:
+        oldest = next(iter(self._prefixes))
+        del self._prefixes[oldest]
+        return oldest
 
     def reset(self) -> bool:
         """Forget what is in the prefix cache; not while any block is in use (``v1/core/block_pool.py``)."""
         if len(self._free) < self.count:
             return False
         self._prefixes.clear()
+        if self.tell is not None:
+            self.tell({"type": "AllBlocksCleared"})
         return True
 
     def _admit(self) -> None:
@@ -94,6 +112,25 @@ class Blocks:
                 return  # it takes its blocks, then lets the next one in
             else:
                 return
+
+
+def _stored(names: list[int], parent: int | None, tokens: list[int], size: int) -> dict[str, Any]:
+    """As ``v1/core/block_pool.py`` says it, by numbers (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+    }
+
+
+def _removed(names: list[int]) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU", "group_idx": 0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Options:
     enforce_handshake_compat: bool = True  # NIXL: fetch from no engine of another version or model
     dev_mode: bool = False  # VLLM_SERVER_DEV_MODE
     profiler: bool = False  # --profiler-config
+    kv_events: bool = False  # --kv-events-config
     stuck: bool = True  # incomplete parameters hold a request for ever, as they do in 0.32; False: it recomputes
 
 

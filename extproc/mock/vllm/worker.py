@@ -27,6 +27,7 @@ from extproc.mock.worker import MockWorker
 if TYPE_CHECKING:
     from extproc.mock.exchange import Exchange
     from extproc.mock.faults import Fault, Rule
+    from extproc.mock.kv_events import Publisher
     from extproc.mock.recorder import Record
 
 NIXL = "NixlConnector"
@@ -94,6 +95,7 @@ class VllmMock(MockWorker):
         self._server.on_injected = self._on_injected
         self.engine = Engine(_ROLES[role], Options(model=model, lease=lease, **options))
         self.engine.connector = self._connector = self._connect()
+        self.publisher: Publisher | None = None  # of KV events, after ``start``
         self.store = Store()
         self._runner = Runner(self.engine, Pace(first_token_delay, token_delay, tokens), 0.0, self._refused)
         self._control = Control(self.engine, self.store)
@@ -207,6 +209,8 @@ class VllmMock(MockWorker):
 
     async def _open(self) -> None:
         self.engine.pins.watch(self.recorder.changed)
+        if self.engine.options.kv_events:
+            self._publish_events()
         connector = self._connector
         if connector is None:
             return
@@ -215,6 +219,18 @@ class VllmMock(MockWorker):
         if isinstance(connector, Mooncake) and self.has_bootstrap:
             await connector.bootstrap.start(self.host, self.bootstrap_port)
             self.bootstrap_port = connector.bootstrap.port
+
+    def _publish_events(self) -> None:
+        from extproc.mock.kv_events import Publisher  # noqa: PLC0415 - ZeroMQ is loaded where it is needed
+
+        ports = (0, 0) if self.publisher is None else (self.publisher.port, self.publisher.replay_port)
+        publisher = self.publisher = Publisher(*ports)
+
+        def tell(*events: object) -> None:
+            if events:
+                publisher.publish(*events)
+
+        self.engine.blocks.tell = tell
 
     async def _close(self) -> None:
         await self._runner.stop()
@@ -228,6 +244,9 @@ class VllmMock(MockWorker):
     def _end(self) -> list[asyncio.Task[Any]]:
         """Nothing is done any more; the tasks that end by that."""
         self._runner.kill()
+        if self.publisher is not None:
+            self.engine.blocks.tell = None
+            self.publisher.close()
         if isinstance(self._connector, Mooncake):
             self._connector.bootstrap.kill()
         return self.engine.kill()

@@ -1,0 +1,245 @@
+"""Conditional disaggregation: which requests do without a prefill leg, where they go, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+from fakes import Rig, mooncake, nixl, rejection, released, worker
+from fleet import FakeEnvoy, add_ready, spec
+
+from extproc.control.metrics import Metrics
+from extproc.exchange.attempts import RetryPolicy
+from extproc.exchange.clock import HEAD_SECONDS
+from extproc.exchange.trial import Trial
+from extproc.handoff.table import Handoffs
+from extproc.lone_decodes import LoneDecodeWarnings
+from extproc.observe import RequestMetrics
+from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.workers.registry import Registry
+from extproc.workers.worker import Role, Status
+
+PATH = "/v1/completions"
+SHORT = {"model": "tiny", "prompt": [1] * 9, "max_tokens": 8}
+LONG = SHORT | {"prompt": [1] * 10}
+STEADY = RetryPolicy(jitter=0)
+
+
+class Knowing(RoundRobinPolicy):
+    """Knows how many tokens of every prompt each worker holds, by port."""
+
+    def __init__(self, **held: int) -> None:
+        super().__init__()
+        self.tokens = {int(port.removeprefix("at_")): tokens for port, tokens in held.items()}
+
+    def held(self, request, worker):  # noqa: ARG002
+        return self.tokens[worker.url.port]
+
+
+def conditional(*workers, at_11=0, at_12=0, **config):
+    """A rig that knows what its decode workers hold; prompts of fewer than 10 tokens are short, unless told."""
+    if "min_uncached_tokens" not in config:
+        config.setdefault("min_prompt_tokens", 10)
+    rig = Rig(*workers or nixl(), retry=STEADY, **config)
+    rig.gateway.placer._decode = Knowing(at_11=at_11, at_12=at_12)
+    return rig
+
+
+def answered(rig, client):
+    """The record of a request whose decode answers well."""
+    _, _, (first, *_) = released(client)
+    client.decode_head(headers=[("x-pd-upstream", first)])
+    client.call.take()
+    return end(rig, client)
+
+
+def end(rig, client):
+    client.close()
+    rig.assert_nothing_is_left()
+    return rig.records[-1]
+
+
+# -- short prompts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [nixl, mooncake])
+def test_a_short_prompt_runs_on_the_decode_worker_alone(workers):
+    rig = conditional(*workers())
+    client = rig.post(PATH, SHORT)
+    body, _, destinations = released(client)
+    assert rig.egress.legs == []
+    assert json.loads(body) == SHORT
+    assert destinations == ["127.0.0.1:11", "127.0.0.1:12"]
+    client.decode_head(headers=[("x-pd-upstream", destinations[0])])
+    (head,) = client.call.take()
+    told = {o.header.key: o.header.raw_value for o in head.response_headers.response.header_mutation.set_headers}
+    assert (told["x-pd-kv"], told["x-pd-decode"]) == (b"local", b"http://127.0.0.1:11")
+    assert not {"x-pd-prefill", "x-pd-handoff"} & set(told)
+    record = end(rig, client)
+    assert (record.kv, record.note) == ("local", "about 9 prompt tokens, fewer than --pd-min-prompt-tokens")
+    metrics = Metrics()
+    RequestMetrics(metrics).finished(record)
+    assert 'pd_kv_caches_total{handoff="",kv="local"} 1' in metrics.render().decode()
+
+
+def test_one_that_is_not_short_does_not():
+    rig = conditional()
+    client = rig.post(PATH, LONG)
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    assert released(client)
+    assert end(rig, client).handoff == "nixl"
+
+
+def test_it_takes_nobodys_turn_but_the_decode_workers():
+    """Long and short prompts in turn: the long ones still go to every prefill worker."""
+    rig = conditional()
+    prefills, decodes = [], []
+    for body in [SHORT, LONG] * 4:
+        client = rig.post(PATH, body)
+        for leg in rig.egress.out_at("prefill"):
+            prefills.append(leg.destination)
+            leg.answer()
+        decodes.append(released(client)[2][0])
+        end(rig, client)
+    assert prefills == ["127.0.0.1:1", "127.0.0.1:2"] * 2
+    assert set(decodes) == {"127.0.0.1:11", "127.0.0.1:12"}
+
+
+def test_the_engine_is_told_its_own_form_of_our_id():
+    rig = conditional()
+    client = rig.post(PATH, SHORT)
+    sent = released(client)[1]["x-request-id"]
+    record = end(rig, client)
+    assert record.request_id == b"cmpl-" + sent.encode()
+
+
+def test_client_control_fields_are_removed_there_too():
+    rig = conditional()
+    client = rig.post(PATH, SHORT | {"kv_transfer_params": {"do_remote_prefill": True}})
+    assert json.loads(released(client)[0]) == SHORT
+    end(rig, client)
+
+
+@pytest.mark.parametrize("more", [{"n": 3}, {"max_tokens": 1}, {"prompt": ["a", "b"]}, {"echo": True, "logprobs": 1}])
+def test_whatever_else_it_asks_for_the_decode_serves_whole(more):
+    rig = conditional(min_prompt_tokens=100)
+    client = rig.post(PATH, SHORT | more)
+    assert json.loads(released(client)[0]) == SHORT | more
+    assert rig.egress.legs == []
+    assert end(rig, client).kv == "local"
+
+
+def test_a_response_that_goes_on_from_another_goes_to_its_keeper():
+    rig = conditional(min_prompt_tokens=100)
+    keeper = rig.workers[3]
+    client = rig.post("/v1/responses", {"model": "tiny", "input": "hi", "request_id": "theirs"})
+    released(client)
+    client.decode_head(headers=[("x-pd-upstream", keeper.endpoint)])
+    end(rig, client)
+    for _ in range(2):
+        client = rig.post("/v1/responses", {"model": "tiny", "input": "so?", "previous_response_id": "theirs"})
+        assert released(client)[2] == [keeper.endpoint]
+        end(rig, client)
+
+
+def test_it_is_served_while_no_prefill_worker_is():
+    rig = conditional()
+    for prefill in rig.workers[:2]:
+        prefill.endpoint = None
+    assert answered(rig, rig.post(PATH, SHORT)).status == 200
+    assert rejection(rig.post(PATH, LONG))[0] == 503
+
+
+def test_another_decode_worker_when_the_first_one_fails():
+    rig = conditional()
+    client = rig.post(PATH, SHORT)
+    _, _, destinations = released(client)
+    client.decode_head(503, [("x-pd-upstream", destinations[0])])
+    second = client.late()
+    rig.clock.advance(max(STEADY.initial, HEAD_SECONDS))
+    (leg,) = rig.egress.out
+    assert (leg.cluster, leg.destination, leg.json) == ("decode", destinations[1], SHORT)
+    leg.answer()
+    assert second.answer()[0]["x-pd-kv"] == "local"
+    second.close()
+    record = end(rig, client)
+    assert (record.kv, record.attempts) == ("local", 2)
+
+
+# -- cached prompts ---------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_which_the_decode_has_most():
+    rig = conditional(at_11=8, at_12=4, min_uncached_tokens=4)
+    client = rig.post(PATH, LONG)
+    assert json.loads(released(client)[0]) == LONG
+    record = end(rig, client)
+    assert record.kv == "local"
+    assert record.note == ("about 10 prompt tokens, 8 of them cached: fewer to compute than --pd-min-uncached-tokens")
+    client = rig.post(PATH, LONG)  # on the other, which has 4 of them
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    released(client)
+    assert end(rig, client).handoff == "nixl"
+
+
+def test_nobody_holds_more_than_there_is():
+    rig = conditional(at_11=1000, min_uncached_tokens=1)
+    client = rig.post(PATH, LONG)
+    released(client)
+    assert "10 of them cached" in end(rig, client).note
+
+
+# -- who cannot -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [{"min_prompt_tokens": 100}, {"min_uncached_tokens": 100}])
+def test_sglang_serves_nothing_without_a_prefill(limit):
+    """Nor is a turn taken: of two decode workers both serve."""
+    rig = Rig(**limit)
+    seen = set()
+    for _ in range(4):
+        client = rig.post(PATH, SHORT)
+        (leg,) = rig.egress.out_at("prefill")
+        assert "bootstrap_room" in leg.json
+        seen.add(released(client)[2][0])
+        leg.answer()
+        end(rig, client)
+    assert len(seen) == 2
+
+
+def test_of_a_mixed_fleet_those_who_can():
+    mixed = [*nixl((1,), (11,)), worker(Role.PREFILL, 2, bootstrap_port=8998), worker(Role.DECODE, 12)]
+    rig = conditional(*mixed)
+    for _ in range(3):
+        client = rig.post(PATH, SHORT)
+        assert released(client)[2] == ["127.0.0.1:11"]
+        end(rig, client)
+
+
+def test_a_trial_is_always_of_a_pair():
+    rig = conditional(min_prompt_tokens=100_000)
+    trial = Trial(rig.gateway, "tiny", lambda _: None)
+    assert len(rig.egress.out_at("prefill")) == 1
+    trial.leave()
+    rig.clock.advance(1)
+
+
+async def test_who_cannot_is_named_once(caplog):
+    registry = Registry(FakeEnvoy().publish, drain_poll=0.001)
+    caplog.set_level(logging.WARNING, "extproc.lone_decodes")
+    LoneDecodeWarnings(registry, Handoffs(), "--pd-min-prompt-tokens")
+    unable = add_ready(registry, Role.DECODE, "http://10.0.0.1:1")
+    add_ready(registry, Role.PREFILL, "http://10.0.0.2:1")
+    able = registry.add(spec(Role.DECODE, "http://10.0.0.3:1", runtime="vllm"))
+    registry.set_status(able, Status.READY)
+    registry.set_status(unable, Status.NOT_READY)
+    registry.set_status(unable, Status.READY)
+    (record,) = [record for record in caplog.records if record.name == "extproc.lone_decodes"]
+    assert record.getMessage() == "--pd-min-prompt-tokens: not applied"
+    assert record.__dict__["worker"] == unable.name
+    await asyncio.sleep(0)
+    await registry.close()
