@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
+from extproc.admission.gate import Gate, GateSettings
+from extproc.admission.legs import LegQueue, LegSettings
+from extproc.admission.priority import Tenants
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, RetryPolicy
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from extproc.exchange.outlet import LateReply
 
 _log: Final = logging.getLogger(__name__)
+_DRAIN_RETRY_AFTER: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,9 @@ class GatewayConfig:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     retry_released: bool = True  # try requests anew whose decode leg Envoy has; Envoy must be set up for it
     kv_missing: KvMissing = KvMissing.RECOMPUTE
+    gate: GateSettings = field(default_factory=GateSettings)
+    legs: LegSettings = field(default_factory=LegSettings)
+    tenants: Tenants = field(default_factory=Tenants)
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 
@@ -96,6 +103,8 @@ class Gateway:
         self.releases = Releases(clock)
         self.progress = Progress(clock)
         self.late: dict[bytes, LateReply] = {}  # answers whose second call is awaited, or there; by request id
+        self.gate = Gate(config.gate, clock)
+        self.legs = LegQueue(config.legs, clock)
         self.draining = False
         self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over
         self.api_key = None if config.api_key is None else config.api_key.encode()
@@ -134,6 +143,12 @@ class Gateway:
         for exchange in list(self._alive):
             _guarded(partial(exchange.prefill_lost, worker))
 
+    def drain(self) -> None:
+        """Take no new requests, and turn away those that wait: their clients do better to go elsewhere at once."""
+        self.draining = True
+        for queue in (self.gate, self.legs):
+            queue.refuse_all(draining())
+
     def end_all(self, error: GatewayError) -> None:
         """End every request under way."""
         for exchange in list(self._alive):
@@ -143,6 +158,11 @@ class Gateway:
         del self._alive[exchange]
         self._ended[exchange] = self.clock.now() + CLOSING_SECONDS
         _guarded(lambda: exchange.end(error))
+
+
+def draining() -> GatewayError:
+    """The error for who comes, or waits, while the gateway is shutting down."""
+    return GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
 
 
 def _due(deadlines: dict[Mortal, float], now: float) -> list[Mortal]:

@@ -89,10 +89,15 @@ class Placer:
         ranked = self._nearest(tiers, without, request) if len(tiers) > 1 else self._ranked(tiers[0], without, request)
         return Pair(prefill, self._fail_over.order(ranked, tiers, without))
 
-    def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
+    def has_pair(self, model: str | None, without: Collection[Worker], like: Worker | None) -> bool:
         """Whether :meth:`pair` would find one; no policy is told of the question."""
         pairs = self._fleet.pairs(model)
-        return any(_has_partner(pairs, prefill, without) for prefill in pairs.like(like) if prefill not in without)
+        prefills = pairs.prefills if like is None else pairs.like(like)
+        return any(_has_partner(pairs, prefill, without) for prefill in prefills if prefill not in without)
+
+    def usable(self, model: str | None, role: Role) -> Sequence[Worker]:
+        """The workers of ``role`` that may be given a request for ``model`` now, room or not."""
+        return self._fleet.usable(role, model)
 
     def alike(
         self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, partner: bool = False

@@ -89,12 +89,20 @@ class LoadMonitor:
     ``interval`` (seconds) is what lies between two questions to one worker, unless its registration says otherwise or
     the fleet is too large for it.
     A worker that is not usable has no load, and neither has one whose last answer is older than STALE intervals.
+    ``told`` is called with a worker of which something new is known, or nothing any more.
     """
 
-    def __init__(self, registry: Registry, client: WorkerClient, interval: float = INTERVAL) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        client: WorkerClient,
+        interval: float = INTERVAL,
+        told: Callable[[Worker], None] = lambda _: None,
+    ) -> None:
         self._registry = registry
         self._client = client
         self._interval = interval
+        self._told = told
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._targets: dict[str, _Target] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -154,6 +162,7 @@ class LoadMonitor:
         target = self._targets[str(worker.url)]
         target.workers.remove(worker)
         worker.engine_load = None
+        self._told(worker)
         if target.workers:
             return
         del self._targets[str(worker.url)]
@@ -207,8 +216,16 @@ class LoadMonitor:
         target.said = time.monotonic(), found
         for worker in target.workers:
             _tell(target, worker)
+            self._told(worker)
         target.trouble = ""
-        target.expiry = asyncio.get_running_loop().call_later(STALE * self._period(target), _expire, target)
+        target.expiry = asyncio.get_running_loop().call_later(STALE * self._period(target), self._expire, target)
+
+    def _expire(self, target: _Target) -> None:
+        """What was said is too old."""
+        target.said = None
+        for worker in target.workers:
+            worker.engine_load = None
+            self._told(worker)
 
 
 def jittered(seconds: float) -> float:
@@ -229,13 +246,6 @@ def _tell(target: _Target, worker: Worker) -> None:
     at, found = target.said or (0.0, ())
     load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
     worker.engine_load = load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank)
-
-
-def _expire(target: _Target) -> None:
-    """What was said is too old."""
-    target.said = None
-    for worker in target.workers:
-        worker.engine_load = None
 
 
 def _limit_of(worker: Worker) -> int | None:
