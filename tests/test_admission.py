@@ -191,7 +191,7 @@ def test_the_body_of_one_that_waits_is_left_with_envoy():
     second.head(CHAT)
     second.body(b'{"model": "tiny", "messages": [')
     assert not second.call.paused  # a small one is taken in: Envoy then has nothing that its word would wait behind
-    second.body(b" " * (1 << 16))
+    second.body(b" " * (1 << 20))
     assert second.call.paused
     first.close()
     assert not second.call.paused
@@ -206,7 +206,7 @@ def test_one_that_is_told_no_is_not_kept_from_ending():
     rig.post(CHAT, BODY)
     second = rig.open()
     second.head(CHAT)
-    second.body(b" " * 100_000)
+    second.body(b" " * 2_000_000)
     assert second.call.paused
     rig.gateway.drain()
     assert not second.call.paused
@@ -514,6 +514,22 @@ def test_nobody_is_given_what_a_batch_of_another_model_waits_for():
     released(other)
     first.close()
     other.close()
+
+
+def test_a_batch_is_not_waited_for_by_those_that_came_before_it():
+    both = ("a", "b")
+    workers = [worker(Role.PREFILL, 1, bootstrap_port=8998, model_ids=both), worker(Role.DECODE, 11, model_ids=both)]
+    rig = limited(*workers, limit=2)
+    clients = [rig.post(CHAT, BODY | fields) for fields in ({"model": "a"}, {"model": "a"})]  # it is full
+    waiting = [rig.post(CHAT, BODY | {"model": model, "n": n}) for model, n in (("a", 1), ("b", 1), ("a", 2))]
+    for leg in prefills(rig):
+        leg.answer()
+    settle(rig)
+    assert [len(client.call.take()) for client in waiting] == [2, 2, 0]
+    for client in (*clients, *waiting):
+        client.close()
+    rig.clock.advance(10)
+    rig.assert_nothing_is_left()
 
 
 def test_a_request_that_a_prefill_answers_alone_takes_a_slot():

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Final, Protocol
 
 from extproc.admission.pace import Pace
@@ -166,19 +167,11 @@ class LegQueue:
     def _retry_after(self, lacks: Role) -> int:
         return self._paces[lacks].retry_after(self.queued[lacks] + 1)
 
-    def _ordered(self) -> list[_Queue]:
-        """The lines in the order in which they are to be asked."""
-        queues = list(self._queues.values())
-        if len(queues) < 2:
-            return queues
-        now = self._clock.now()
-
-        def urgency(queue: _Queue) -> tuple[int, int]:
-            first = queue.first
-            starves = first.since + CLASSES[queue.priority].starvation <= now
-            return -1 if starves else queue.priority, first.number
-
-        return sorted(queues, key=urgency)
+    def _urgency(self, queue: _Queue, now: float) -> tuple[int, int]:
+        """Of two lines the one with the lesser is asked first. No two have the same."""
+        first = queue.first
+        starves = first.since + CLASSES[queue.priority].starvation <= now
+        return -1 if starves else queue.priority, first.number
 
     def _claimed(self, priority: Priority) -> set[Worker]:
         """Workers for which the first of some line waits, no less urgent than ``priority``, with room for several."""
@@ -186,18 +179,26 @@ class LegQueue:
         return {worker for first in firsts for worker in first.claims()}
 
     def _look(self) -> None:
+        """Serve whoever can be served, in order; of each line until its first cannot."""
         self._due = False
+        now = self._clock.now()
         claimed: set[Worker] = set()
-        for queue in self._ordered():
-            while queue:
-                waiter = queue.first
-                lacks = self._seek(waiter, claimed)
-                if lacks is not None:
-                    queue.lacks = lacks
-                    claimed.update(waiter.who.claims())
-                    break
-                self._paces[self._roles.get(waiter, queue.lacks)].step(self._clock.now())
-                waiter.leave(self._clock.now())
+        order = [(self._urgency(queue, now), queue) for queue in self._queues.values()]
+        heapify(order)
+        while order:
+            _, queue = heappop(order)
+            if not queue:
+                continue  # what was done for others has ended it
+            waiter = queue.first
+            lacks = self._seek(waiter, claimed)
+            if lacks is not None:
+                queue.lacks = lacks
+                claimed.update(waiter.who.claims())
+                continue
+            self._paces[queue.lacks].step(now)
+            waiter.leave(now)
+            if queue:  # those of other lines may have come before its next one
+                heappush(order, (self._urgency(queue, now), queue))
 
     def _seek(self, waiter: Waiter[Seeker], claimed: Collection[Worker]) -> Role | None:
         lacks: list[Role | None] = [None]  # who fails in an unforeseen way is settled: it has been told

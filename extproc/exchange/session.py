@@ -39,7 +39,9 @@ _LOGGED_MODEL: Final = 256  # characters; a client may send any number
 
 
 # Of the body of a request that waits to be let in. The rest stays with Envoy, but for what it may send unasked (1 MiB).
-_KEPT_WAITING: Final = 1 << 16
+# Most bodies are smaller: an Envoy that may not pass on what it has reads no more either, and so does not see that a
+# client over HTTP/1.1 has left.
+_KEPT_WAITING: Final = 1 << 20
 
 
 class Course(Protocol):
