@@ -15,7 +15,7 @@ from product import Product, soon
 from vllm_product import VllmProduct
 
 from extproc.exchange.record import Record
-from extproc.mock import Fault
+from extproc.mock import Fault, SglangMock
 from extproc.workers.worker import Role
 
 pytestmark = pytest.mark.asyncio
@@ -194,3 +194,17 @@ async def test_a_decode_is_given_no_more_than_its_engine_runs():
         worker = product.worker(product.decode)
         await soon(lambda: worker.limit is not None, "the engine does not say how many it runs")
         assert worker.limit == worker.engine_load.max_running
+
+
+async def test_requests_wait_for_a_decode_that_runs_as_many_as_it_can():
+    async with Product(decodes=0, disable_load_monitoring=True) as product, SglangMock("decode") as decode:
+        await product.add(decode, labels={"max_running_requests": "1"})
+        await product.ready()
+        exchanges = [await opened(product, number) for number in range(8)]
+        worker = product.worker(decode)
+        assert (worker.limit, worker.load) == (1, 1)
+        replies = await answers(exchanges)
+        assert [reply.status for reply in replies] == [200] * 8
+        await product.records.until(lambda: product.gateway.alive == 0)
+        assert sent_in_order(product.records.all) == [f"r{number}" for number in range(8)]
+        assert (product.load, queued(product)) == ({}, 0)
