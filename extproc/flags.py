@@ -79,7 +79,7 @@ def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo, op
         group.add_argument(flag_of(name), _opposite(flag_of(name)), action=_Switch, **common)
     elif name == "prefill":
         group.add_argument(flag_of(name), action=_Prefill, nargs="+", **common)
-    elif name in ("decode", "prefill_kv_engine_id", "model_alias", "control_plane_api_keys"):
+    elif name in ("decode", "prefill_kv_engine_id", "model_alias", "control_plane_api_keys", "tenant_max_priority"):
         group.add_argument(flag_of(name), action="append", **common)
     elif name == "request_id_headers":
         group.add_argument(flag_of(name), nargs="+", **common)
@@ -154,6 +154,13 @@ class _OneLineFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **(options | {"max_help_position": _HELP_COLUMN, "width": _WIDTH}))
+
+    def _format_action(self, action: argparse.Action) -> str:
+        """Of an option whose name is longer than the column, the text would begin a line of its own."""
+        text = super()._format_action(action)
+        name, _, help_text = text.partition("\n")
+        alone = name.strip() == self._format_action_invocation(action)
+        return f"{name}  {help_text.strip()}\n" if alone and help_text else text
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, _Switch):

@@ -39,6 +39,7 @@ class RequestLog:
                 "attempts": record.attempts if record.attempts > 1 else None,
                 "prefill": record.prefill or None,
                 "decode": record.decode or None,
+                "queued_ms": record.queued * 1000 if record.queued else None,
                 "route_ms": _ms(record.sent, started),
                 "prefill_ms": _ms(record.prefill_ended, record.sent),
                 "head_ms": _ms(record.headed, started),
@@ -79,6 +80,10 @@ class RequestMetrics:
         self._head = metrics.histogram(
             "pd_time_to_head_seconds", "From the request's head to the head of its answer.", ("api",)
         )
+        self._waits = metrics.histogram(
+            "pd_admission_wait_seconds", "How long requests waited for admission, of those that did.", ("api",)
+        )
+        self._admission = AdmissionMetrics(metrics)
         self._in_flight = metrics.gauge("pd_requests_in_flight", "Requests under way.").labels()
         self._rooms = metrics.gauge("pd_rooms_live", "Rooms in which legs may still meet.").labels()
         self._metrics = metrics
@@ -89,6 +94,7 @@ class RequestMetrics:
         def collect() -> None:
             self._in_flight.set(gateway.alive)
             self._rooms.set(gateway.handoffs.live)
+            self._admission.show(gateway)
 
         self._metrics.before_render(collect)
 
@@ -106,10 +112,35 @@ class RequestMetrics:
             self._retries.labels(record.handoff).value += record.attempts - 1
         started = record.started
         self._duration.labels(record.api).observe(record.ended - started)
+        if record.queued:
+            self._waits.labels(record.api).observe(record.queued)
         if record.prefill_ended:
             self._prefill.labels(record.handoff).observe(record.prefill_ended - record.sent)
         if record.headed:
             self._head.labels(record.api).observe(record.headed - started)
+
+
+class AdmissionMetrics:
+    """What waits, and what may."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._slots = metrics.gauge("pd_admission_in_flight", "Requests that hold a slot of the gateway.").labels()
+        self._limit = metrics.gauge("pd_admission_limit", "How many may; 0: any number.").labels()
+        self._queued = metrics.gauge(
+            "pd_admission_queued",
+            "Requests that wait: for a slot, by class of priority, or for a prefill or a decode worker.",
+            ("queue",),
+        )
+
+    def show(self, gateway: Gateway) -> None:
+        """Of ``gateway``, now."""
+        gate, legs = gateway.gate, gateway.legs
+        self._slots.set(gate.in_flight)
+        self._limit.set(gateway.config.gate.limit)
+        for priority in gate.priorities:
+            self._queued.labels(priority.name.lower()).set(gate.queued_of(priority))
+        for role, count in legs.queued.items():
+            self._queued.labels(f"{role.value}_worker").set(count)
 
 
 class Observers:

@@ -17,13 +17,12 @@ header-read-timeout-secs health-check-port idle-connection-timeout-secs
 job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-annotation kv-index
 least-load-default-throughput least-load-kv-pressure-weight least-load-max-waiting-requests
 least-load-mean-prefill-tokens log-dir max-background-responses max-buffered-request-bytes
-max-concurrent-requests max-idle-secs mcp-config-path mm-allow-private-media-hosts
+max-idle-secs mcp-config-path mm-allow-private-media-hosts
 mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model
 model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint
-parser pd-admission-wait-secs power-of-two-load-metric
-prefill-max-inflight-requests-per-worker prefill-queue-size prefill-queue-timeout-secs prefill-selector
-prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count priority-scheduler-enabled
-prometheus-duration-buckets queue-size queue-timeout-secs rate-limit-tokens-per-second reasoning-parser
+parser power-of-two-load-metric prefill-selector
+prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count
+prometheus-duration-buckets reasoning-parser
 remove-unhealthy-workers router-selector routing-key-headers routing-key-override
 selection-accounting-ttl-ms selector service-discovery service-discovery-namespace
 service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
@@ -41,5 +40,5 @@ POLICIES_NOT_AVAILABLE_YET = frozenset(_POLICIES.split())
 
 
 def not_available(shown_name: str) -> str:
-    """The message for an option under the name its source gives it (``--queue-size``, ``PD_EXTPROC_QUEUE_SIZE``)."""
+    """The message for an option under the name its source gives it (``--selector``, ``PD_EXTPROC_SELECTOR``)."""
     return f"{shown_name} is an option of smg that is not available yet"

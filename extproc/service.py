@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 
 from extproc import run_dir
+from extproc.admission.room import Rooms
+from extproc.admission_settings import gate_settings, leg_settings, tenants
 from extproc.control.api import ControlApi
 from extproc.control.auth import Access
 from extproc.control.metrics import Metrics
@@ -158,6 +160,7 @@ class Service:
         )
         request_metrics.watch(self.gateway)
         self._kv_events = None if self.prefixes is None else self._event_feed(self.prefixes, metrics)
+        self._rooms = Rooms(self.gateway.config.legs.prefill_limit, self.gateway.legs.freed)
         self._access_logs = AccessLogs(self.gateway.progress.received)
         server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
         self._server: ProcessServer = server(others=self._access_logs.methods)
@@ -260,12 +263,16 @@ class Service:
 
     def _monitor_load(self, stack: AsyncExitStack) -> None:
         settings = self._settings
-        engines = LoadMonitor(self.registry, self._client, settings.load_monitor_interval)
+        engines = LoadMonitor(
+            self.registry, self._client, settings.load_monitor_interval, told=self._rooms.engine_spoke
+        )
         engines.start()
         stack.push_async_callback(engines.stop)
         admin = self._envoy_admin(stack)
         if admin is not None:
-            envoy = EnvoyLoadMonitor(self.registry, admin.active_requests, settings.load_monitor_interval)
+            envoy = EnvoyLoadMonitor(
+                self.registry, admin.active_requests, settings.load_monitor_interval, told=self._rooms.envoy_spoke
+            )
             envoy.start()
             stack.push_async_callback(envoy.stop)
 
@@ -294,6 +301,11 @@ class Service:
             self.gateway.prefill_lost(worker)
         if gone or change is Change.REMOVED:
             self.gateway.placer.forget(worker)
+        if change is Change.REMOVED:
+            self._rooms.forget(worker)
+        else:
+            self._rooms.watch(worker)
+        self.gateway.legs.look_soon()
 
     def _cache_emptied(self, worker: Worker) -> None:
         self.gateway.placer.forget(worker)
@@ -340,7 +352,7 @@ class Service:
         self._control.set_draining()
         if self._settle:
             await self._unless_hurried(asyncio.sleep(self._settings.drain_settle_secs))
-        self.gateway.draining = True
+        self.gateway.drain()
         if self._envoy is not None:
             await self._envoy.begin_draining()
         await self._unless_hurried(self._until_idle(grace))
@@ -488,6 +500,9 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         kv_missing=settings.kv_missing,
         min_prompt_tokens=settings.pd_min_prompt_tokens,
         min_uncached_tokens=settings.pd_min_uncached_tokens,
+        gate=gate_settings(settings),
+        legs=leg_settings(settings),
+        tenants=tenants(settings),
         model_aliases=dict(settings.model_alias),
     )
 

@@ -25,6 +25,7 @@ from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.policies.cache_options import CacheIndex
+from extproc.tenant_classes import TenantClasses
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     EVENTS_AUTO,
@@ -45,12 +46,15 @@ from extproc.values import (
     HeaderNames,
     IpAddress,
     Key,
+    Limit,
+    LimitOrNone,
     Mode,
     MooncakeDispatch,
     Policy,
     PolicyName,
     Port,
     Portion,
+    PriorityName,
     Share,
     Tally,
     TcpAddressText,
@@ -71,6 +75,7 @@ __all__ = [
     "Option",
     "PairingMode",
     "PolicyName",
+    "PriorityName",
     "Settings",
 ]
 
@@ -85,6 +90,7 @@ class Group(Enum):
     CLIENTS = "Clients"
     HEALTH = "Health of workers"
     LOAD = "Load of workers"
+    ADMISSION = "Admission"
     FAILURES = "Failures"
     LIFECYCLE = "Shutdown"
     ENVOY = "Envoy"
@@ -287,6 +293,30 @@ class Settings(BaseModel):
     worker_overload_shed: Annotated[bool, Option(
         Group.LOAD, "all are overloaded: 503, not the least loaded")] = False
 
+    max_concurrent_requests: Annotated[Limit, Option(
+        Group.ADMISSION, "requests at once; 0: any number; -1: 1024 a core, 4096 at least", "COUNT")] = -1
+    queue_size: Annotated[Tally, Option(
+        Group.ADMISSION, "requests beyond these that may wait", "COUNT")] = 100
+    queue_timeout_secs: Annotated[Grace, Option(
+        Group.ADMISSION, "longest time that one may wait", "SECONDS")] = 60
+    rate_limit_tokens_per_second: Annotated[Count | None, Option(
+        Group.ADMISSION, "requests let in per second", "COUNT", "any number")] = None
+    priority_scheduler_enabled: Annotated[bool, Option(
+        Group.ADMISSION, "classes of priority (x-smg-priority), with queues of their own")] = False
+    tenant_max_priority: Annotated[TenantClasses, Option(
+        Group.ADMISSION, "highest class of a tenant (x-smg-tenant-id); repeatable", "TENANT=CLASS", "none")] = ()
+    default_max_priority: Annotated[PriorityName, Option(
+        Group.ADMISSION, "highest class of all other tenants", "CLASS")
+    ] = PriorityName.INTERACTIVE
+    prefill_max_inflight_requests_per_worker: Annotated[LimitOrNone, Option(
+        Group.ADMISSION, "legs at once of a prefill worker; -1: any", "COUNT")] = -1
+    prefill_queue_size: Annotated[Tally | None, Option(
+        Group.ADMISSION, "requests that may wait for a prefill worker", "COUNT", "100")] = None
+    prefill_queue_timeout_secs: Annotated[Grace | None, Option(
+        Group.ADMISSION, "longest time that one may wait for it", "SECONDS", "60")] = None
+    pd_admission_wait_secs: Annotated[Grace, Option(
+        Group.ADMISSION, "longest wait for a decode worker below its engine's running limit", "SECONDS")] = 30
+
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY
     kv_missing: Annotated[KvMissing, Option(
@@ -387,6 +417,24 @@ class Settings(BaseModel):
             raise ValueError("--control-plane-api-keys: each must have a key of its own, which is not --api-key either")
         if self.control_plane_open and (ids or self.api_key is not None):
             raise ValueError("--control-plane-open is for a gateway without keys; --api-key and the like close it")
+        return self
+
+    @model_validator(mode="after")
+    def _queues_end(self) -> Settings:
+        """The peer's rules, in its words."""
+        if self.queue_size and not self.queue_timeout_secs:
+            raise ValueError("--queue-timeout-secs: Must be > 0 when --queue-size is")
+        given = self.prefill_queue_size is not None or self.prefill_queue_timeout_secs is not None
+        if self.prefill_max_inflight_requests_per_worker < 1:
+            if given:
+                raise ValueError(
+                    "Prefill queue options require --prefill-max-inflight-requests-per-worker to be positive"
+                )
+            return self
+        if not self.pd_disaggregation:
+            raise ValueError("Prefill admission is only supported in PD or EPD mode")
+        if self.prefill_queue_timeout_secs == 0 and self.prefill_queue_size != 0:
+            raise ValueError("--prefill-queue-timeout-secs: Must be > 0 when the Prefill queue is enabled")
         return self
 
     @model_validator(mode="after")

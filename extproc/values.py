@@ -41,6 +41,15 @@ class PolicyName(Enum):
     CACHE_AWARE = "cache_aware"
 
 
+class PriorityName(Enum):
+    """The classes of priority that a client may ask for, by the names of the peer."""
+
+    SYSTEM = "system"
+    INTERACTIVE = "interactive"
+    DEFAULT = "default"
+    BULK = "bulk"
+
+
 class GrpcTransport(Enum):
     """Which implementation serves ext_proc: ngh2 is about eight times cheaper per request, grpcio the usual one."""
 
@@ -152,6 +161,18 @@ def _at_least_one(number: int) -> int:
     return number
 
 
+def _limit(number: int) -> int:
+    if number < -1:
+        raise ValueError("Must be >= -1")
+    return number
+
+
+def _limit_or_none(number: int) -> int:
+    if number != -1 and number < 1:
+        raise ValueError("Must be -1 (off) or >= 1")
+    return number
+
+
 def _growing(number: float) -> float:
     if number < 1:
         raise ValueError("Must be >= 1")
@@ -228,6 +249,8 @@ Count = Annotated[int, AfterValidator(_at_least_one)]
 Tally = Annotated[int, AfterValidator(_not_negative_count)]
 Duration = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive)]  # seconds
 Grace = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_negative)]  # seconds, may be none
+Limit = Annotated[int, AfterValidator(_limit)]  # -1: the default
+LimitOrNone = Annotated[int, AfterValidator(_limit_or_none)]  # -1: none
 Key = Annotated[str, AfterValidator(_header_text)]
 File = Annotated[Path, AfterValidator(_absolute)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]

@@ -125,6 +125,7 @@ class FakeCall:
     sent: list[bytes] = field(default_factory=list)
     aborted: tuple[int, str] | None = None
     queued: int = 0
+    paused: bool = False
 
     def send(self, message):
         self.sent.append(message)
@@ -133,9 +134,12 @@ class FakeCall:
         self.aborted = (code, detail)
 
     def pause(self):
-        raise AssertionError("the request path never pauses a call")
+        assert not self.paused
+        self.paused = True
 
-    resume = pause
+    def resume(self):
+        assert self.paused
+        self.paused = False
 
     def take(self):
         """The messages sent since the last look; relayed ones (field 11, unknown to xds-protos) stay bytes."""
@@ -325,6 +329,8 @@ class Rig:
             self.failing.append,
             self.doubted.append,
         )
+        for each in self.workers:
+            each.freed = self.gateway.legs.freed
 
     def open(self) -> Client:
         return Client(self)
@@ -347,6 +353,10 @@ class Rig:
         assert self.gateway.progress.watched == 0
         assert self.egress.out == []
         assert {w.id: (w.load, w.tokens) for w in self.workers if w.load or w.tokens} == {}
+        assert {w.id: w.promised for w in self.workers if w.promised} == {}
+        assert (self.gateway.gate.in_flight, self.gateway.gate.queued) == (0, 0)
+        assert not self.gateway.legs.waiting
+        assert not any(self.gateway.legs.queued.values())
         assert {w.id: w.breaker.trials for w in self.workers if w.breaker.trials} == {}
 
     def report(self, name: str, sent: int) -> None:

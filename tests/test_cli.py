@@ -151,7 +151,7 @@ POLICY_NOT_YET = "is not available yet; there are: random, round_robin, cache_aw
                 f"--service-discovery-port {NOT_YET}",
             ],
         ),
-        (f"{PAIR} --service-discovery --queue-size 9", [f"--service-discovery {NOT_YET}", f"--queue-size {NOT_YET}"]),
+        (f"{PAIR} --service-discovery --selector a=b", [f"--service-discovery {NOT_YET}", f"--selector {NOT_YET}"]),
         (f"{PAIR} --encode-policy=random", [f"--encode-policy {NOT_YET}"]),
     ],
 )

@@ -10,6 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from extproc import settings as settings_module
+from extproc.admission.legs import LegSettings
+from extproc.admission.priority import Priority, Tenants
+from extproc.admission_settings import gate_settings, leg_settings, tenants
 from extproc.control.keys import ControlKey
 from extproc.flags import add_arguments, read_settings
 from extproc.logs import LogLevel
@@ -25,6 +28,7 @@ from extproc.settings import (
     Option,
     PairingMode,
     PolicyName,
+    PriorityName,
     Settings,
     usable_cores,
 )
@@ -217,6 +221,18 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "worker_overload_waiting_requests": ("7", "7", 7),
     "worker_overload_token_usage": ("0.7", "0.7", 0.7),
     "worker_overload_shed": ("true", "true", True),
+    "max_concurrent_requests": ("0", "0", 0),
+    "queue_size": ("0", "0", 0),
+    "queue_timeout_secs": ("7", "7", 7),
+    "rate_limit_tokens_per_second": ("7", "7", 7),
+    "priority_scheduler_enabled": ("true", "true", True),
+    "tenant_max_priority": (
+        "a=bulk;b=system",
+        "{a: bulk, b: system}",
+        (("a", PriorityName.BULK), ("b", PriorityName.SYSTEM)),
+    ),
+    "default_max_priority": ("bulk", "bulk", PriorityName.BULK),
+    "pd_admission_wait_secs": ("0", "0", 0),
     "on_prefill_failure": ("decode-only", "decode-only", OnPrefillFailure.DECODE_ONLY),
     "kv_missing": ("fail", "fail", KvMissing.FAIL),
     "retry_max_retries": ("7", "7", 7),
@@ -247,7 +263,10 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 
 
 # A rule between fields is about it: it has a test of its own.
-APART = {"prefill_kv_engine_id", "kv_event_replay"}
+APART = {
+    *("prefill_kv_engine_id", "prefill_max_inflight_requests_per_worker", "prefill_queue_size"),
+    *("prefill_queue_timeout_secs", "kv_event_replay"),
+}
 
 
 @pytest.mark.parametrize("field", [field for field in Settings.model_fields if field not in APART])
@@ -387,6 +406,61 @@ def test_role_policies_follow_the_common_one_unless_named() -> None:
     assert settings.decode_policy is PolicyName.ROUND_ROBIN
 
 
+PREFILL_ADMISSION: dict[str, object] = {
+    "pd_disaggregation": True,
+    "prefill_max_inflight_requests_per_worker": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            {"prefill_queue_size": "1"},
+            "Prefill queue options require --prefill-max-inflight-requests-per-worker to be positive",
+        ),
+        (
+            {"prefill_queue_timeout_secs": "1"},
+            "Prefill queue options require --prefill-max-inflight-requests-per-worker to be positive",
+        ),
+        (
+            {"prefill_max_inflight_requests_per_worker": "1"},
+            "Prefill admission is only supported in PD or EPD mode",
+        ),
+        (
+            {**PREFILL_ADMISSION, "prefill_queue_timeout_secs": "0"},
+            "--prefill-queue-timeout-secs: Must be > 0 when the Prefill queue is enabled",
+        ),
+        ({"queue_timeout_secs": "0"}, "--queue-timeout-secs: Must be > 0 when --queue-size is"),
+        ({"tenant_max_priority": ["a=bulk", "a=system"]}, "--tenant-max-priority: tenant a is given both bulk and"),
+    ],
+)
+def test_rules_of_admission(flags: dict[str, object], problem: str) -> None:
+    (found,) = problems(flags)
+    assert found.startswith(problem)
+
+
+def test_prefill_admission_and_what_is_derived_for_it() -> None:
+    none = leg_settings(load())
+    assert (none.prefill_limit, none.prefill_queue_size, none.prefill_queue_timeout) == (0, 100, 60)
+    settings = load(PREFILL_ADMISSION | {"prefill_queue_size": "0", "prefill_queue_timeout_secs": "0"})
+    assert leg_settings(settings) == LegSettings(4, 0, 0.0, 30.0)
+    assert load(PREFILL_ADMISSION | {"priority_scheduler_enabled": True}).priority_scheduler_enabled
+
+
+def test_how_many_requests_at_once() -> None:
+    assert gate_settings(load()).limit == max(4096, 1024 * usable_cores())
+    assert gate_settings(load({"max_concurrent_requests": "0"})).limit == 0
+    given = gate_settings(load({"max_concurrent_requests": "7", "rate_limit_tokens_per_second": "3"}))
+    assert (given.limit, given.burst, given.rate, given.classes) == (7, 7, 3.0, None)
+    assert gate_settings(load({"rate_limit_tokens_per_second": "3"})).burst == 0
+
+
+def test_classes_of_tenants() -> None:
+    found = tenants(load({"tenant_max_priority": ["ops=system"], "default_max_priority": "bulk"}))
+    assert found == Tenants({"ops": Priority.SYSTEM}, Priority.BULK)
+
+
 def test_empty_worker_lists_are_allowed() -> None:
     settings = load({"pd_disaggregation": True})
     assert settings.mode is Mode.PREFILL_DECODE
@@ -452,6 +526,20 @@ WRONG: list[tuple[str, str, str]] = [
     ("health_failure_threshold", "0", "Must be >= 1 (got '0')"),
     ("health_check_interval_secs", "0", "Must be > 0 (got '0')"),
     ("health_check_endpoint", "health", "Must be a path that starts with / (got 'health')"),
+    ("max_concurrent_requests", "-2", "Must be >= -1 (got '-2')"),
+    ("queue_size", "-1", "Must be >= 0 (got '-1')"),
+    ("rate_limit_tokens_per_second", "0", "Must be >= 1 (got '0')"),
+    ("prefill_max_inflight_requests_per_worker", "0", "Must be -1 (off) or >= 1 (got '0')"),
+    (
+        "tenant_max_priority",
+        "a=urgent",
+        "'a=urgent': expected TENANT=CLASS, with a class of system, interactive, default, bulk",
+    ),
+    (
+        "default_max_priority",
+        "urgent",
+        "Input should be 'system', 'interactive', 'default' or 'bulk' (got 'urgent')",
+    ),
     ("retry_max_retries", "0", "Must be >= 1 (got '0')"),
     ("retry_initial_backoff_ms", "0", "Must be >= 1 (got '0')"),
     ("retry_max_backoff_ms", "-1", "Must be >= 1 (got '-1')"),
@@ -575,7 +663,7 @@ def test_an_alias_may_be_given_twice_alike() -> None:
     assert dict(load({"model_alias": ["a=m", "a=m"]}).model_alias) == {"a": "m"}
 
 
-@pytest.mark.parametrize("option", ["dp-minimum-tokens-scheduler", "service-discovery", "queue-size"])
+@pytest.mark.parametrize("option", ["dp-minimum-tokens-scheduler", "service-discovery", "selector"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"

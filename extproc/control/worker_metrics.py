@@ -40,6 +40,11 @@ class WorkerMetrics:
         self._envoy = metrics.gauge(
             "pd_worker_envoy_requests", "Requests that Envoy has under way to the worker, whoever sent them.", _LABELS
         )
+        self._limit = metrics.gauge(
+            "pd_worker_legs_limit",
+            "How many legs the worker may have at once; missing where it may have any number.",
+            _LABELS,
+        )
         self._engine = {figure: metrics.gauge(name, text, _RANK_LABELS) for figure, name, text in _ENGINE}
         self._circuit = metrics.gauge(
             "pd_worker_circuit_state", "The worker's circuit breaker: 0 closed, 1 open, 2 half open.", _LABELS
@@ -66,6 +71,7 @@ class WorkerMetrics:
             self._load,
             self._tokens,
             self._envoy,
+            self._limit,
             self._circuit,
             self._overloaded,
             *self._engine.values(),
@@ -100,6 +106,8 @@ class WorkerMetrics:
     def _show_others_figures(self, worker: Worker) -> None:
         if worker.envoy_active is not None:
             self._envoy.labels(worker.role.value, worker.name).set(worker.envoy_active)
+        if worker.limit is not None:
+            self._limit.labels(worker.role.value, worker.name).set(worker.limit)
         for rank in () if worker.engine_load is None else worker.engine_load.ranks:
             self._show_rank(worker, rank)
 

@@ -277,6 +277,7 @@ class Attempt:
                 if plan is not None:
                     self._handoff.release(plan)
             self._parts.clear()  # they refer back to us
+            self._session.drop_promise()
 
     def learn(self, worker: Worker) -> None:
         """A leg on ``worker`` was answered as it should be: placement may go by it."""
@@ -376,6 +377,8 @@ class Attempt:
         path = leg_path(self._request.api, head.path)
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
         part.decode = gateway.egress.send(headers, body, part)
+        if self._session.promise:
+            self._session.use_room()
         part.turn = part.worker.begin(part.tokens)
 
     def _leg_id(self, part: _Part) -> bytes:

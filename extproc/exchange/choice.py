@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange.placed import Placed
+from extproc.exchange.seats import NOBODY, pair_with_room, workers_with_room
 from extproc.handoff.handoff import Handoff
 from extproc.policies.placement import Pair
 from extproc.workers.worker import Worker
@@ -23,8 +24,11 @@ class Choice(Protocol):
     def left(self, failed: Collection[Worker]) -> bool:
         """Whether there is anybody but ``failed``."""
 
-    def next(self, failed: Collection[Worker]) -> Placed:
-        """The workers of the next attempt. Raises GatewayError when there are none."""
+    def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
+        """The workers of the next attempt, but none of ``taken``, for which others wait.
+
+        Raises NoRoomError when they have no room, GatewayError when there are none.
+        """
 
     def begin(self, attempt: Attempt) -> None:
         """Send what the attempt begins with."""
@@ -49,9 +53,9 @@ class PairChoice:
         """See Choice."""
         return self._placer.has_pair(self._request.model, failed, self._like)
 
-    def next(self, failed: Collection[Worker]) -> Placed:
+    def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
         """See Choice."""
-        pair = self._placer.pair(self._request, failed, self._like)
+        pair = pair_with_room(self._placer, self._request, taken, failed, self._like)
         if self._handoff.alone(self._request, pair.prefill) is not None:  # though its like can: no engine id is known
             raise GatewayError("no_available_workers", f"prefill worker {pair.prefill.url} cannot hand over")
         return Placed(pair, self._handoff)
@@ -80,11 +84,13 @@ class AloneChoice:
         """See Choice."""
         return bool(self._gateway.placer.alike(self._request, self._like, failed))
 
-    def next(self, failed: Collection[Worker]) -> Placed:
+    def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
         """See Choice."""
-        workers = self._gateway.placer.alike(self._request, self._like, failed)
+        placer = self._gateway.placer
+        workers = placer.alike(self._request, self._like, failed)
         if not workers:
             raise GatewayError("no_available_workers", f"No other {self._like.role.value} worker is available")
+        workers = workers_with_room(placer, self._request, workers, {*taken, *failed})
         return Placed(Pair(workers[0], workers), self._gateway.handoffs.of(workers[0]))
 
     def begin(self, attempt: Attempt) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from extproc.apis.json_object import NO_EDITS, Edits, LegEdits
@@ -26,6 +26,7 @@ from extproc.exchange.progress import Watch
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
+from extproc.exchange.seats import pair_with_room
 from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
 from extproc.merge.parts import Joint, joint_of
@@ -319,6 +320,8 @@ class DirectCourse:
             self._upstreams = still_sought(self._upstreams)
             self._decode = self._upstreams[0]
         decode = self._decode
+        if session.promise:
+            session.use_room()
         self._turn = decode.begin(self._tokens)
         self._released = True
         body = self._body
@@ -566,12 +569,27 @@ class DirectCourse:
         return self._attempts
 
     def _try_again(self) -> None:
-        gateway, attempts, handoff = self._session.gateway, self._attempts, self._handoff
+        """Place the request anew, or have it wait for room first."""
+        session, attempts = self._session, self._attempts
         self._timer = None
+        assert attempts is not None
+        need = (self._request.model, attempts.failed, self._prefill)
+        seeking = session.seeking(self._request, 1, need, self._place_again, lambda _: self._fire(Event.PREFILL_FAILED))
+        try:
+            waiter = session.gateway.legs.wait(seeking)
+        except GatewayError:
+            self._fire(Event.PREFILL_FAILED)
+            return
+        if waiter is not None:
+            self._timer = waiter
+
+    def _place_again(self, taken: Collection[Worker]) -> None:
+        """Place the request on others than those that failed it, and ``taken``. Raises NoRoomError."""
+        gateway, attempts, handoff = self._session.gateway, self._attempts, self._handoff
         assert attempts is not None
         assert handoff is not None
         try:
-            pair = gateway.placer.pair(self._request, attempts.failed, self._prefill)
+            pair = pair_with_room(gateway.placer, self._request, taken, attempts.failed, self._prefill)
             alone = handoff.alone(self._request, pair.prefill)
             if alone is not None:
                 refuse_unknown(gateway, pair.prefill, alone)
@@ -579,8 +597,15 @@ class DirectCourse:
             self._fire(Event.PREFILL_FAILED)
             return
         self._session.record.attempts = attempts.number
+        self.guarded(lambda: self._go_again(pair, alone))
+
+    def _go_again(self, pair: Pair, alone: Alone | None) -> None:
+        handoff = self._handoff
+        assert handoff is not None
         if alone is None:
             self._place(Placed(pair, handoff))
+            if handoff.in_turn:
+                self._session.keep_room(pair.decodes[0], 1)
         else:  # nobody has told this one's engine id
             self._serve_alone(pair.decodes, alone)
         self._fire(self._accepted())
@@ -608,6 +633,7 @@ class DirectCourse:
         send_orders(self._session.gateway, self._head, recipients, orders, self._session.record.request_id)
 
     def _release_plan(self) -> None:
+        self._session.drop_promise()
         plan, self._plan = self._plan, None
         if plan is not None and self._handoff is not None:
             self._handoff.release(plan)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
+from extproc.admission.gate import Gate, GateSettings
+from extproc.admission.legs import LegQueue, LegSettings
+from extproc.admission.priority import Tenants
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, RetryPolicy
 from extproc.exchange.clock import CLOSING_SECONDS, Clock
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from extproc.exchange.outlet import LateReply
 
 _log: Final = logging.getLogger(__name__)
+_DRAIN_RETRY_AFTER: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,9 @@ class GatewayConfig:
     kv_missing: KvMissing = KvMissing.RECOMPUTE
     min_prompt_tokens: int = 0  # a prompt of fewer runs on the decode worker alone; as below: 0: none
     min_uncached_tokens: int = 0  # so does one of which the decode worker holds all but fewer
+    gate: GateSettings = field(default_factory=GateSettings)
+    legs: LegSettings = field(default_factory=LegSettings)
+    tenants: Tenants = field(default_factory=Tenants)
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 
@@ -103,6 +110,8 @@ class Gateway:
         self.conditional = (
             Conditional(placer, handoffs, least=least, least_uncached=uncached) if least or uncached else None
         )
+        self.gate = Gate(config.gate, clock)
+        self.legs = LegQueue(config.legs, clock)
         self.draining = False
         self.on_idle: Callable[[], None] = lambda: None  # called when the last request under way is over
         self.api_key = None if config.api_key is None else config.api_key.encode()
@@ -141,6 +150,12 @@ class Gateway:
         for exchange in list(self._alive):
             _guarded(partial(exchange.prefill_lost, worker))
 
+    def drain(self) -> None:
+        """Take no new requests, and turn away those that wait: their clients do better to go elsewhere at once."""
+        self.draining = True
+        for queue in (self.gate, self.legs):
+            queue.refuse_all(draining())
+
     def end_all(self, error: GatewayError) -> None:
         """End every request under way."""
         for exchange in list(self._alive):
@@ -150,6 +165,11 @@ class Gateway:
         del self._alive[exchange]
         self._ended[exchange] = self.clock.now() + CLOSING_SECONDS
         _guarded(lambda: exchange.end(error))
+
+
+def draining() -> GatewayError:
+    """The error for who comes, or waits, while the gateway is shutting down."""
+    return GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
 
 
 def _due(deadlines: dict[Mortal, float], now: float) -> list[Mortal]:

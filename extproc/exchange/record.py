@@ -36,6 +36,7 @@ class Record:
         "note",
         "prefill",
         "prefill_ended",
+        "queued",
         "request_id",
         "samples",
         "sent",
@@ -46,6 +47,7 @@ class Record:
 
     def __init__(self, started: float) -> None:
         self.started = started
+        self.queued = 0.0  # seconds that it has waited for admission
         self.sent = self.prefill_ended = self.headed = self.ended = 0.0
         self.request_id = self.leg_id = b""
         self.api = self.model = self.handoff = self.prefill = self.decode = self.code = self.message = ""

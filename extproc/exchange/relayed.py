@@ -10,7 +10,7 @@ followed by another one on another pair.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +26,7 @@ from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import naming_headers, server_timing
+from extproc.exchange.seats import NoRoomError
 from extproc.merge.answer import joined_answer
 from extproc.merge.parts import Joint
 from extproc.transport.grpc_framing import Status
@@ -234,11 +235,34 @@ class RelayedCourse:
         self._place(self._placed).send_decodes()
 
     def _try_again(self, error: GatewayError) -> None:
-        """Make another attempt; where there is nobody for it, the last one's ``error`` is the client's."""
+        """Make another attempt, or wait for room; where there is nobody, the last one's ``error`` is the client's."""
         self._timer = None
-        self._session.record.attempts = self._attempts.number
+        session, failed = self._session, self._attempts.failed
+        session.record.attempts = self._attempts.number
+        need = (self._request.model, failed, self._placed.pair.prefill)
+
+        def step(taken: Collection[Worker]) -> None:
+            self._begin_again(error, taken)
+
+        seeking = session.seeking(self._request, self._joint.parts, need, step, lambda _: self._fail(error))
         try:
-            self._choice.begin(self._place(self._choice.next(self._attempts.failed)))
+            waiter = session.gateway.legs.wait(seeking)
+        except GatewayError:
+            self._fail(error)
+            return
+        if waiter is not None:
+            self._timer = waiter
+
+    def _begin_again(self, error: GatewayError, taken: Collection[Worker]) -> None:
+        """Make another attempt on none of ``taken``. Raises NoRoomError."""
+        try:
+            placed = self._choice.next(self._attempts.failed, taken)
+            attempt = self._place(placed)
+            if placed.handoff.in_turn:
+                self._session.keep_room(placed.pair.decodes[0], self._joint.parts)
+            self._choice.begin(attempt)
+        except NoRoomError:
+            raise
         except GatewayError:
             self._fail(error)
         except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it

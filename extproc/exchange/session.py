@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from hmac import compare_digest
 from typing import Final, Protocol
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
+from extproc.admission.priority import Priority
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, OnPrefillFailure
 from extproc.exchange.choice import PairChoice
-from extproc.exchange.clock import ABANDONED
+from extproc.exchange.clock import ABANDONED, Handle
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.failures import refuse_unknown
-from extproc.exchange.gateway import Gateway
+from extproc.exchange.gateway import Gateway, draining
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
 from extproc.exchange.outlet import LateReply
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import WAIVED, Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
+from extproc.exchange.seats import NOBODY, NoRoomError, Seeking, pair_with_room, workers_with_room
 from extproc.handoff.handoff import Alone, Handoff, Kv
 from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
@@ -33,8 +35,13 @@ from extproc.transport.interface import Call
 from extproc.workers.worker import Role, Worker
 
 _log: Final = logging.getLogger(__name__)
-_DRAIN_RETRY_AFTER: Final = 1
 _LOGGED_MODEL: Final = 256  # characters; a client may send any number
+
+
+# Of the body of a request that waits to be let in. The rest stays with Envoy, but for what it may send unasked (1 MiB).
+# Most bodies are smaller: an Envoy that may not pass on what it has reads no more either, and so does not see that a
+# client over HTTP/1.1 has left.
+_KEPT_WAITING: Final = 1 << 20
 
 
 class Course(Protocol):
@@ -63,21 +70,30 @@ class Course(Protocol):
 
 
 class Session:
-    """A CallHandler for one HTTP request."""
+    """A CallHandler for one HTTP request. Where it must wait to be let in, it is an Entrant of the gate."""
+
+    queues = True  # it needs a slot of the gate
 
     __slots__ = (
         "_answered",
         "_api",
         "_bodyless",
+        "_complete",
         "_course",
+        "_entered",
         "_head",
         "_late",
         "_named",
         "_parts",
+        "_paused",
+        "_promised",
         "_size",
+        "_waiter",
         "call",
         "deadline",
         "gateway",
+        "priority",
+        "promise",
         "record",
     )
 
@@ -93,6 +109,13 @@ class Session:
         self._answered = False
         self._bodyless = False  # the request ended with its head
         self._named = False  # by the client, or something has its name already
+        self.priority = Priority.DEFAULT
+        self._entered = False  # it has a slot of the gate
+        self._waiter: Handle | None = None  # its place among those that wait, for the gate or for workers
+        self._complete = False  # all of it has come, while it waits to be let in
+        self._paused = False  # no more of it is asked for meanwhile
+        self.promise = 0  # legs that a worker keeps room for
+        self._promised: Worker | None = None  # which
         self._late: LateReply | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
 
@@ -161,6 +184,7 @@ class Session:
         """Answer the client with ``error``; where an answer has begun, Envoy cuts it instead."""
         record = self.record
         self._answered = True
+        self._stop_waiting()
         self._parts.clear()
         if not record.status:
             record.kv = record.note = ""  # whatever was handed over, nothing came of it
@@ -203,13 +227,117 @@ class Session:
         return not self.record.ended
 
     def finish(self) -> None:
-        """The request is over: tell the observer."""
-        self.record.ended = self.gateway.clock.now()
+        """The request is over: give back what it held, and tell the observer."""
+        gateway = self.gateway
+        self._stop_waiting()
+        self.drop_promise()
+        self.record.ended = gateway.clock.now()
         self._parts.clear()
         self._course = None  # it refers back to us: without the cycle both are freed at once, not by the collector
-        self.gateway.leave(self)
-        if self._head is not None or self._answered:  # else the client left before anything is known of its request
-            self.gateway.observer.finished(self.record)
+        gateway.leave(self)
+        try:
+            if self._head is not None or self._answered:  # else the client left before anything is known of its request
+                gateway.observer.finished(self.record)
+        finally:
+            if self._entered:
+                self._entered = False
+                gateway.gate.leave(self.priority)
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def admitted(self) -> None:
+        """See Entrant."""
+        self._entered = True
+        self._flow()
+        if self._complete:
+            self._on_complete()
+
+    def refused(self, error: GatewayError) -> None:
+        """See Waits."""
+        self.reject(error)
+
+    def waited(self, seconds: float) -> None:
+        """See Waits."""
+        self._waiter = None
+        self.record.queued += seconds
+
+    def seeking(
+        self,
+        request: InferenceRequest,
+        legs: int,
+        need: Hashable,
+        step: Callable[[Collection[Worker]], None],
+        refused: Callable[[GatewayError], None],
+    ) -> Seeking:
+        """What waits for workers in the request's place: see Seeking."""
+        return Seeking(self.gateway.placer, request, legs, self.priority, need, step, refused, self.waited)
+
+    def keep_room(self, worker: Worker, legs: int) -> None:
+        """Have ``worker`` keep room for legs that are sent later; each is told of by :meth:`use_room`."""
+        self.drop_promise()
+        if worker.limit is not None:
+            worker.promised += legs
+            self._promised, self.promise = worker, legs
+
+    def use_room(self) -> None:
+        """One of these legs is sent now. To be asked only while there is a promise."""
+        worker = self._promised
+        assert worker is not None
+        worker.promised -= 1
+        self.promise -= 1
+        if not self.promise:
+            self._promised = None
+
+    def drop_promise(self) -> None:
+        """There will be no such legs any more."""
+        worker, legs = self._promised, self.promise
+        if worker is not None:
+            self._promised, self.promise = None, 0
+            worker.promised -= legs
+            worker.freed(worker)
+
+    def _enter(self, head: RequestHead) -> None:
+        """Take a slot of the gate, or wait for one. Raises GatewayError when it may not."""
+        gate = self.gateway.gate
+        if gate.classed:
+            self.priority = self.gateway.config.tenants.priority(head.fields)
+        if gate.enter(self.priority):
+            self._entered = True
+            return
+        waiter = gate.wait(self.priority, self)
+        if not self._entered:
+            self._waiter = waiter
+
+    def _stop_waiting(self) -> None:
+        if self._waiter is not None:
+            self._waiter.cancel()
+        self._flow()
+
+    def _flow(self) -> None:
+        if self._paused:
+            self._paused = False
+            self.call.resume()
+
+    def _wait_for_room(self, head: RequestHead, request: InferenceRequest) -> None:
+        """Stand in line for workers. Raises GatewayError when it may not."""
+        legs = max(request.samples, request.prompts or 1)
+        need = (request.api.flow, request.model)
+
+        def step(taken: Collection[Worker]) -> None:
+            try:
+                self._begin(self._course_of(head, request, taken))
+            except NoRoomError:
+                raise
+            except GatewayError as error:
+                self.reject(error)
+            except Exception:  # noqa: BLE001 - as in _on_complete
+                self._broke()
+
+        waiter = self.gateway.legs.wait(self.seeking(request, legs, need, step, self.reject))
+        if waiter is not None:
+            self._waiter = waiter
+
+    # -- the request ----------------------------------------------------------------------------------------------
 
     def _on_head(self, head: RequestHead) -> None:
         self._head = head
@@ -225,6 +353,8 @@ class Session:
         record.api = api.name
         try:
             self._admit(head)
+            if self.queues and api.flow is not Flow.KEEPER:
+                self._enter(head)
         except GatewayError as error:
             self.reject(error)
 
@@ -246,7 +376,7 @@ class Session:
             if not compare_digest(key.strip(), gateway.api_key) or scheme.lower() != b"bearer":
                 raise GatewayError("unauthorized", "the request does not bear the gateway's API key")
         if gateway.draining:
-            raise GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
+            raise draining()
         announced = head.fields.get("content-length")
         if announced is not None and announced.isdigit():
             self._check_size(int(announced))
@@ -264,24 +394,40 @@ class Session:
             self.reject(error)
         else:
             self._parts.append(chunk)
+            if self._waiter is not None and self._size > _KEPT_WAITING and not self._paused:
+                self._paused = True
+                self.call.pause()
 
     def _on_complete(self) -> None:
         head, api = self._head, self._api
         if self._answered or self._course is not None or head is None or api is None:
             return
+        if self._waiter is not None:
+            self._complete = True
+            return
         parts = self._parts
         raw = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         try:
-            course = self._course = self._set_course(api, head, raw)
-            course.start()
+            course = self._set_course(api, head, raw)
+            if course is not None:
+                self._begin(course)
         except GatewayError as error:
             self.reject(error)
         except Exception:  # noqa: BLE001 - whatever it is, the client must hear of it and the service must go on
-            _log.exception("request %s failed", self.record.request_id.decode("latin-1"))
-            self.reject(GatewayError("internal_error", "the gateway failed; its log says why"))
+            self._broke()
 
-    def _set_course(self, api: Api, head: RequestHead, raw: bytes) -> Course:
+    def _begin(self, course: Course) -> None:
+        self._course = course
+        course.start()
+
+    def _broke(self) -> None:
+        """To be called while the exception is being handled."""
+        _log.exception("request %s failed", self.record.request_id.decode("latin-1"))
+        self.reject(GatewayError("internal_error", "the gateway failed; its log says why"))
+
+    def _set_course(self, api: Api, head: RequestHead, raw: bytes) -> Course | None:
+        """The request's course; None where it waits for workers first."""
         if api.flow is Flow.KEEPER:
             return self._about_stored(head, raw)
         request = InferenceRequest.read(api, raw, head.fields)
@@ -292,17 +438,32 @@ class Session:
         record.model = (request.model or "")[:_LOGGED_MODEL]
         record.stream = request.stream
         record.samples = request.samples
-        gateway = self.gateway
+        if not self.gateway.legs.waiting:  # else those come first
+            try:
+                return self._course_of(head, request, NOBODY)
+            except NoRoomError:
+                pass
+        self._wait_for_room(head, request)
+        return None
+
+    def _course_of(self, head: RequestHead, request: InferenceRequest, taken: Collection[Worker]) -> Course:
+        """The course of ``request`` on workers that have room, but none of ``taken``.
+
+        Raises NoRoomError when there are none, GatewayError when the request cannot be served at all.
+        """
+        gateway, api = self.gateway, request.api
         if api.flow is Flow.PREFILL_ONLY:
-            return DirectCourse.alone(self, head, request, gateway.placer.prefills(request))
+            prefills = workers_with_room(gateway.placer, request, gateway.placer.prefills(request), taken)
+            return DirectCourse.alone(self, head, request, prefills)
         conditional = gateway.conditional
         if conditional is not None and (lone := conditional.short(request)) is not None:
-            self._name_legs(gateway.handoffs.of(lone.workers[0]), api)
-            return self._alone_on(head, request, lone.workers, lone.alone)
+            workers = workers_with_room(gateway.placer, request, lone.workers, taken)
+            self._name_legs(gateway.handoffs.of(workers[0]), api)
+            return self._alone_on(head, request, workers, lone.alone)
         try:
-            pair = gateway.placer.pair(request)
+            pair = pair_with_room(gateway.placer, request, taken)
         except GatewayError:
-            course = self._without_prefill(head, request)
+            course = self._without_prefill(head, request, taken)
             if course is None:
                 raise
             return course
@@ -316,6 +477,8 @@ class Session:
             return self._alone(head, request, pair, alone)
         placed = Placed(pair, handoff)
         joint = joint_of(request, pair.prefill.runtime)
+        if handoff.in_turn:
+            self.keep_room(pair.decodes[0], joint.parts)
         if joint.parts > 1 or joint.prompt_logprobs:
             check_parts(request, joint, gateway.config.max_payload_bytes)
             attempts = Attempts(gateway.config.retry, self.deadline)
@@ -343,13 +506,16 @@ class Session:
         if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
             self.record.leg_id = self.record.request_id.removeprefix(api.id_prefix.encode())
 
-    def _without_prefill(self, head: RequestHead, request: InferenceRequest) -> Course | None:
+    def _without_prefill(
+        self, head: RequestHead, request: InferenceRequest, taken: Collection[Worker]
+    ) -> Course | None:
         """The course of a request for which there is no pair, where a decode may serve without."""
         gateway = self.gateway
         decodes = gateway.placer.decodes(request)
         waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
         if not waives or not decodes or not gateway.handoffs.of(decodes[0]).waivable:
             return None
+        decodes = workers_with_room(gateway.placer, request, decodes, taken)
         return DirectCourse.alone(self, head, request, decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED))
 
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:

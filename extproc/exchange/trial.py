@@ -70,6 +70,8 @@ class _Nowhere:
 class Trial(Session):
     """One such request, and the Outlet of its answer. ``tell`` is called with its record when it is over."""
 
+    queues = False  # health is looked at however busy the gateway is
+
     __slots__ = ("_tell",)
 
     def __init__(self, gateway: Gateway, model: str | None, tell: Callable[[Record], None]) -> None:

@@ -106,12 +106,16 @@ class Placer:
             ranked = _ranked(policy, tiers[0], without, request)
         return Pair(prefill, self._fail_over.order(ranked, tiers, without))
 
-    def has_pair(self, model: str | None, without: Collection[Worker], like: Worker) -> bool:
+    def has_pair(self, model: str | None, without: Collection[Worker], like: Worker | None) -> bool:
         """Whether :meth:`pair` would find one; no policy is told of the question."""
         pairs = self._fleet.pairs(model)
         if _has_pair(pairs, without, like):
             return True
         return pairs.wider is not None and _has_pair(pairs.wider(), without, like)
+
+    def usable(self, model: str | None, role: Role) -> Sequence[Worker]:
+        """The workers of ``role`` that may be given a request for ``model`` now, room or not, overloaded or not."""
+        return self._fleet.with_overloaded(role, model)
 
     def alike(
         self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
@@ -283,8 +287,9 @@ def _nearest(policy: Policy, tiers: Tiers, without: Collection[Worker], request:
     return tuple(found[:CANDIDATES])
 
 
-def _has_pair(pairs: Pairs, without: Collection[Worker], like: Worker) -> bool:
-    return any(_has_partner(pairs, prefill, without) for prefill in pairs.like(like) if prefill not in without)
+def _has_pair(pairs: Pairs, without: Collection[Worker], like: Worker | None) -> bool:
+    prefills = pairs.prefills if like is None else pairs.like(like)
+    return any(_has_partner(pairs, prefill, without) for prefill in prefills if prefill not in without)
 
 
 def _has_partner(pairs: Pairs, prefill: Worker, without: Collection[Worker]) -> bool:

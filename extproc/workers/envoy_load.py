@@ -12,6 +12,7 @@ import aiohttp
 
 from extproc.workers.load_poll import INTERVAL, STALE, jittered
 from extproc.workers.registry import Registry
+from extproc.workers.worker import Worker
 
 # How many requests Envoy has under way, by cluster (a role's value) and address ("ip:port").
 Active = Mapping[tuple[str, str], int]
@@ -26,12 +27,20 @@ class EnvoyLoadMonitor:
         registry: whose workers.
         ask: asks Envoy; may raise ``aiohttp.ClientError`` or ``TimeoutError``.
         interval: seconds between two questions. An answer older than STALE intervals counts no more.
+        told: is called with each worker after each answer.
     """
 
-    def __init__(self, registry: Registry, ask: Callable[[], Awaitable[Active]], interval: float = INTERVAL) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        ask: Callable[[], Awaitable[Active]],
+        interval: float = INTERVAL,
+        told: Callable[[Worker], None] = lambda _: None,
+    ) -> None:
         self._registry = registry
         self._ask = ask
         self._interval = interval
+        self._told = told
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -64,3 +73,4 @@ class EnvoyLoadMonitor:
         for worker in self._registry:
             at = worker.endpoint
             worker.envoy_active = None if at is None else active.get((worker.role.value, at))
+            self._told(worker)

@@ -90,12 +90,20 @@ class LoadMonitor:
     ``interval`` (seconds) is what lies between two questions to one worker, unless its registration says otherwise or
     the fleet is too large for it.
     A worker that is not usable has no load, and neither has one whose last answer is older than STALE intervals.
+    ``told`` is called with a worker of which something new is known, or nothing any more.
     """
 
-    def __init__(self, registry: Registry, client: WorkerClient, interval: float = INTERVAL) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        client: WorkerClient,
+        interval: float = INTERVAL,
+        told: Callable[[Worker], None] = lambda _: None,
+    ) -> None:
         self._registry = registry
         self._client = client
         self._interval = interval
+        self._told = told
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._targets: dict[str, _Target] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -234,6 +242,7 @@ class LoadMonitor:
     def _set(self, worker: Worker, load: EngineLoad | None) -> None:
         worker.engine_load = load
         self._registry.overloads.judge(worker)
+        self._told(worker)
 
 
 def jittered(seconds: float) -> float:

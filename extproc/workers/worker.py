@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
@@ -119,6 +119,10 @@ class WorkerUrl:
         return f"{self.scheme}://{self.authority}"
 
 
+def _nobody_waits(worker: Worker) -> None:
+    """What is told of room while nobody asked to be."""
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """One registered worker. Mutable by the registry only; the request path reads it and counts ``load``."""
@@ -154,6 +158,11 @@ class Worker:
     envoy_active: int | None = field(default=None, init=False)
     # Why it is given no more than it must be (:mod:`extproc.workers.overload`), for people; empty while it has room.
     overloaded: str = field(default="", init=False)
+    # Admission (:mod:`extproc.admission.room`): how many legs it may have at once, None for any number; for how many
+    # that are not out yet it keeps room; and who is told, where it is limited, when a leg has ended.
+    limit: int | None = field(default=None, init=False)
+    promised: int = field(default=0, init=False)
+    freed: Callable[[Worker], None] = field(default=_nobody_waits, init=False, repr=False)
     answers: int = 0  # that legs had of it, whatever they say: whether it still gives any
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
@@ -201,6 +210,13 @@ class Worker:
         self.tokens -= tokens
         if turn:
             self.breaker.end(turn)
+        if self.limit is not None:
+            self.freed(self)
+
+    def has_room(self, legs: int = 1) -> bool:
+        """Whether so many legs more may go to it; of more than it may ever have, whether it has none of ours."""
+        limit = self.limit
+        return limit is None or self.load + self.promised + max(1, min(legs, limit)) <= limit
 
     def answered(self, turn: int) -> None:
         """It answered the leg that began with ``turn`` as it should (measured: 0.06 µs)."""
