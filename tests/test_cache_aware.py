@@ -374,3 +374,17 @@ def test_what_is_booked_counts_beside_what_is_known():
     shared = text(20_000)
     chosen = [rig.sent(shared + text(300, seed))[1] for seed in range(3)]
     assert len(set(chosen)) == 1
+
+
+def test_what_is_known_by_events_alone_counts():
+    exact = Exact()
+    rig = Rig(count=4, exact=exact)
+    for holder in rig.workers:
+        exact.held = dict.fromkeys(rig.workers, 0) | {holder: 1900}
+        assert rig.rank(text(8000, holder.url.port))[1][0] is holder
+
+
+def test_a_request_that_was_only_placed_is_not_held():
+    rig = Rig(role=Role.DECODE)
+    asked, (chosen,) = rig.rank(text(8000))
+    assert rig.policy.held(asked, chosen) == 0

@@ -325,3 +325,10 @@ def test_what_a_block_takes() -> None:
     taken = tracemalloc.get_traced_memory()[0] / index.blocks
     tracemalloc.stop()
     assert 100 < taken < 250, taken
+
+
+def test_of_a_salted_request_nothing_is_known() -> None:
+    fleet = Fleet(W1)
+    fleet.says(W1, stored([1], range(4)))
+    salted = Asked(prompt=json.dumps([*range(4)]).encode(), context=b'"salt"')
+    assert fleet.prefixes.overlaps(salted, (W1,)) is None

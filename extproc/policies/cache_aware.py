@@ -152,7 +152,12 @@ class CacheAwarePolicy(Policy):
     def held(self, request: RequestView, worker: Worker) -> int:
         """About how many tokens of the beginning of the prompt the KV cache of ``worker`` is known to hold."""
         chain = self._chain(request)
-        return int(self._overlaps(request, chain, (worker,), self._now()).get(worker, 0)) // BYTES_PER_TOKEN
+        known = None if self._exact is None else self._exact.overlaps(request, (worker,))
+        if known is not None and worker in known:
+            return known[worker]
+        # Not what is on its way to it: this request itself is booked there.
+        held = self._index.overlaps(chain, self._now(), booked=False).get(worker, 0)
+        return held // BYTES_PER_TOKEN
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
@@ -184,8 +189,9 @@ class CacheAwarePolicy(Policy):
         if self._exact is not None:
             known = self._exact.overlaps(request, among)
             if known is not None:
+                per_token = chain.size / max(1, request.prompt_tokens())  # token ids in JSON are longer than text
                 for worker, tokens in known.items():
-                    overlaps[worker] = BYTES_PER_TOKEN * tokens
+                    overlaps[worker] = min(chain.size, round(per_token * tokens))
                 # No engine says what is only on its way to it.
                 for worker, size in self._index.promised(chain, now).items():
                     overlaps[worker] = max(overlaps.get(worker, 0), size)
@@ -215,7 +221,8 @@ class CacheAwarePolicy(Policy):
                 continue
             cache = index_cache.get(worker)
             if cache is None:
-                costs.append(load + size + min(size * LEAST_TOLL, MOST_TOLL))
+                new = size - held  # by its events alone, or nothing
+                costs.append(load + new + min(new * LEAST_TOLL, MOST_TOLL))
                 continue
             if cache.pending < load:
                 load = cache.pending

@@ -61,7 +61,9 @@ class EventPrefixes:
             return None
         prompt = request.notes.get(_NOTE, _NOTE)
         if prompt is _NOTE:
-            prompt = request.notes[_NOTE] = TokenPrompt.of(request.prompt_bytes())
+            # A salt keeps blocks apart in ways that are not known here.
+            apart = request.prompt_context()
+            prompt = request.notes[_NOTE] = None if apart else TokenPrompt.of(request.prompt_bytes())
         if not isinstance(prompt, TokenPrompt):
             return None
         group = self._groups.get(id(candidates))
