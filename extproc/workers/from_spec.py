@@ -21,10 +21,14 @@ def take_over(spec: WorkerSpec, worker: Worker) -> None:
     worker.kv_connector = spec.kv.connector
     worker.kv_role = spec.kv.role
     worker.enforces_handshake = spec.kv.enforces_handshake
-    # Only vLLM has connectors.
-    worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else "sglang")
+    worker.runtime = registered_runtime(spec) or "sglang"
     worker.update_pairing()
     worker.kv_engines = named_engines(spec)
+
+
+def registered_runtime(spec: WorkerSpec) -> str | None:
+    """The engine by its registration: only vLLM has connectors. None: it does not say."""
+    return spec.runtime or ("vllm" if spec.kv.connector else None)
 
 
 def named_engines(spec: WorkerSpec) -> tuple[KvEngine, ...]:

@@ -76,6 +76,7 @@ class HealthState:
     FAILED, never READY     1 success                                  READY
     FAILED, once READY      success_threshold successes                READY
     READY                   what requests met with, or a wedge         NOT_READY
+    READY                   1 success, and it is not known what it is  NOT_READY
     any                     1 result that shows it is the wrong kind   FAILED
     ======================  =========================================  =========
 
@@ -117,6 +118,14 @@ class HealthState:
         """What a request met with, or was left waiting for, says more than a probe."""
         self.failures = self.successes = 0
         self.status = Status.NOT_READY
+        return self.status
+
+    def withheld(self) -> Status:
+        """The worker is healthy, but nobody knows what it is: it need not show its health again when it says so."""
+        self.failures = 0
+        self.successes += 1
+        if self.status is Status.READY:
+            self.status = Status.NOT_READY
         return self.status
 
     def unfit(self) -> Status:

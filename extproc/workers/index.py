@@ -52,6 +52,10 @@ class Index:
         self._models = None
         self._readiness = None
 
+    def forget_reasons(self) -> None:
+        """What is said of a worker is another, and nothing else."""
+        self._readiness = None
+
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """See Registry."""
         workers = self._of_roles.get(role)

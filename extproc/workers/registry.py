@@ -32,6 +32,7 @@ from extproc.workers.worker import KvEngine, Role, Status, Worker
 Subscriber = Callable[[Worker, "Change"], None]
 
 _logger = logging.getLogger(__name__)
+_UNUSABLE = ("worker is not usable yet", "worker is still not usable")
 
 
 class Change(Enum):
@@ -115,7 +116,7 @@ class Registry:
         return self._index.healthy(role)
 
     def knows_model(self, model: str) -> bool:
-        """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
+        """Whether any registered worker, in whatever state, serves ``model``, or may: has not said yet."""
         return self._index.knows_model(model)
 
     def pairs(self, model: str | None) -> Pairs:
@@ -352,10 +353,12 @@ class Registry:
     def _set_status(self, record: _Record, status: Status, reason: str) -> None:
         worker = record.worker
         news = reason and reason != worker.reason
-        worker.reason = reason
+        if reason != worker.reason:
+            worker.reason = reason
+            self._index.forget_reasons()
         if worker.status is status:
-            if news and status is Status.PENDING:  # a mistyped port must not show in /workers only
-                _logger.warning("worker is not usable yet", extra=_named(worker) | {"reason": reason})
+            if news and status is not Status.READY:  # a mistyped port must not show in /workers only
+                _logger.warning(_UNUSABLE[record.joined], extra=_named(worker) | {"reason": reason})
             return
         before, worker.status, record.changed = worker.status, status, time.time()
         record.joined |= status is Status.READY

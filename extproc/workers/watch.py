@@ -15,8 +15,8 @@ from extproc.workers import bootstrap, ranks
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
-from extproc.workers.identify import doubts, identify
-from extproc.workers.metadata import MetadataError, MismatchError
+from extproc.workers.identify import doubts, identify, unidentified
+from extproc.workers.metadata import Metadata, MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
@@ -26,6 +26,10 @@ from extproc.workers.worker import Status, Worker
 _RANDOM = secrets.SystemRandom()
 _NONE: Mapping[str, str] = MappingProxyType({})
 _logger = logging.getLogger(__name__)
+
+
+class UnidentifiedError(Exception):
+    """It is not known what the worker is, and so it must not be used; the message says why."""
 
 
 class Watch:
@@ -75,7 +79,8 @@ class Watch:
         self._answers = 0  # what the worker had answered at the last of them
         self._wedged = False  # it gave no sign of life; its health alone does not bring it back
         # What it is.
-        self._identified = False
+        self._identified = False  # it need not be asked
+        self._known = False  # what is known of it is of this process, as far as can be seen
         self._identified_at = -math.inf
         self._doubted = False  # a request to it failed in a way that a restarted server may explain
         self._identity_trouble = ""
@@ -152,7 +157,6 @@ class Watch:
         settings = self._settings
         reached = 0 < settings.transport_threshold <= self._refusals
         if settings.enabled and reached and self._state.status is Status.READY and self._has_others():
-            self._doubted = True  # it may come back as another
             self._drop(f"{self._refusals} requests in a row found no connection, or lost it")
 
     def _has_others(self) -> bool:
@@ -164,6 +168,7 @@ class Watch:
         """Take a READY worker out at once; from now on it is probed as any that is out."""
         self._bring_forward()
         self._refusals = 0
+        self._doubted, self._known = True, False  # it may come back as another
         self._state.dropped()
         self._registry.set_status(self._worker, self._state.status, reason)
 
@@ -186,6 +191,7 @@ class Watch:
             self._taken = str(error)
         if self._ip != before:
             self._forget()
+            self._known = False
             self._probe_at = time.monotonic()
         fixed = literal(url.host) is not None and not self._taken
         self._resolve_at = math.inf if fixed else time.monotonic() + self._jittered(self._pace.resolve)
@@ -223,17 +229,21 @@ class Watch:
             await self._refresh.settle(self._worker, self._ip)
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
-            self._forget()  # it may come back as another
-            self._state.failed()
+            self._forget()
+            self._known &= self._state.failed() is Status.READY  # else it may come back as another
+            return str(error)
+        except UnidentifiedError as error:
+            self._state.withheld()
             return str(error)
         except MismatchError as error:
+            self._known = False
             self._state.unfit()
             return str(error)
         if self._state.succeeded() is not Status.READY:
             return self._worker.reason  # until enough probes were good
         self._wedged = False
         own = "; ".join(filter(None, (*self._spec.idle, self._identity_trouble, self._bootstrap_trouble)))
-        self._warn(own if self._identified else "")
+        self._warn(own)
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
@@ -249,20 +259,31 @@ class Watch:
         self._identified = self._settled = False
 
     async def _identify(self) -> None:
-        """Ask the worker what it is. One that does not say serves anything, and is asked again."""
+        """Ask the worker what it is, and again later where it did not tell all of it. Raises UnidentifiedError.
+
+        What is known holds while a worker that has not been out gives no good answer: it may be busy.
+        """
         self._identity_tries += 1
         aware = self._registry.dp_aware
-        try:
-            found = await identify(self._get, self._post, self._spec, token_reuse=self._token_reuse, dp_aware=aware)
-        except MetadataError as error:
-            self._identity_trouble = f"cannot learn what it serves: {error}"
+        found = await identify(self._get, self._post, self._spec, token_reuse=self._token_reuse, dp_aware=aware)
+        known = self._known and bool(self._worker.model_ids)
+        if known and found.failed and not found.locked:
+            self._identity_trouble = f"does not say again what it is: {'; '.join(found.failed)}"
             return
-        self._identified = True
+        self._known = False
+        if reason := unidentified(self._spec, found):
+            raise UnidentifiedError(reason)
+        self._take(found)
+
+    def _take(self, found: Metadata) -> None:
+        self._known = True
+        self._identified = not found.failed
         self._settled = False
         self._identified_at = time.monotonic()
-        self._identity_tries = 0
+        if self._identified:
+            self._identity_tries = 0
         self._registry.describe(self._worker, found)
-        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=aware)
+        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=self._registry.dp_aware)
 
     def _is_to_be_asked_again(self) -> bool:
         """After a restart that nobody noticed a server may have more ranks; fewer show by a refusal."""
@@ -320,7 +341,7 @@ class Watch:
         if self._anew:
             return 0.0
         if state.status is not Status.READY:
-            return self._backoff(state.failures)
+            return self._backoff(max(state.failures, 0 if self._known else self._identity_tries))
         if self._reported:
             return pace.report
         if state.failures:

@@ -126,7 +126,7 @@ class Worker:
     id: str
     url: WorkerUrl
     role: Role
-    model_ids: tuple[str, ...] = ()  # empty: serves any model (identity not known)
+    model_ids: tuple[str, ...] = ()  # empty: nobody has said; its watch does not let it become READY then
     bootstrap_port: int | None = None
     api_key: str | None = field(default=None, repr=False)
     priority: int = 50
