@@ -5,6 +5,7 @@ The mocks find a cache on its own rank only, refuse ranks that they do not have,
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,7 +17,7 @@ from product import Product, soon
 from vllm_product import WAYS, VllmProduct, of_all, params
 
 from extproc.mock import Fault, Record, SglangMock
-from extproc.workers.worker import Role, Worker
+from extproc.workers.worker import Role, Status, Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -190,6 +191,22 @@ async def test_a_prefill_server_that_dies_is_left_with_all_its_ranks() -> None:
             assert int(answer.header("x-pd-attempts") or "1") <= 2  # not one for each rank of the dead one
             assert (answer.header("x-pd-prefill") or "").startswith(alive.url)
         await dead.accept()
+        await product.settled()
+
+
+async def test_a_rank_that_hangs_is_out_alone_until_it_goes_on() -> None:
+    quick = {"worker_stall_secs": 0.1, "worker_wedge_secs": 0.4}
+    async with Ranks(decodes=1, dp_aware=True, **WATCHFUL, **quick) as product:
+        hung = next(worker for worker in product.service.registry if worker.name == f"{product.decode.url}@1")
+        product.decode.engine.hang(1)
+        asked = [asyncio.create_task(product.post(CHAT, BODY)) for _ in range(DECODE_RANKS)]
+        await product.fleet(lambda _: hung.status is Status.NOT_READY)
+        assert product.service.registry.trouble(hung).startswith("wedged: 1 legs under way, no answer; rank 1")
+        answers = [await product.post(CHAT, BODY) for _ in range(4)]
+        assert {answer.header("x-pd-decode") for answer in answers} == {f"{product.decode.url}@0"}
+        product.decode.engine.revive(1)
+        await product.fleet(lambda _: hung.usable)
+        assert {(await answer).status for answer in asked} == {200}
         await product.settled()
 
 

@@ -167,10 +167,11 @@ def _health(worker: Worker) -> Health:
     """
     if worker.status is Status.DRAINING:
         return Health.DRAINING
-    if worker.status in (Status.NOT_READY, Status.FAILED):
-        return Health.UNHEALTHY
-    shut = all(entry.breaker.state is BreakerState.OPEN for entry in entries(worker))
-    return Health.UNHEALTHY if shut else Health.HEALTHY
+    return Health.UNHEALTHY if all(map(_is_out, entries(worker))) else Health.HEALTHY
+
+
+def _is_out(entry: Worker) -> bool:
+    return entry.status in (Status.NOT_READY, Status.FAILED) or entry.breaker.state is BreakerState.OPEN
 
 
 def _in_health(endpoint: Endpoint, health: Health) -> Endpoint:

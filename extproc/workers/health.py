@@ -38,7 +38,7 @@ class Monitor:
         self._pace = pace or Pace()
         self._token_reuse = token_reuse
         self._refresh = MooncakeRefresh(registry, client)
-        self._stalls = Stalls(registry, self._ask_for_life, self._settings.stall)
+        self._stalls = Stalls(registry, self._ask_for_life, self._ask_rank_for_life, self._settings.stall)
         self._gate = asyncio.Semaphore(self._pace.concurrency)
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -102,6 +102,11 @@ class Monitor:
         watch = self._watches.get(worker.server.id)
         if watch is not None:
             await watch.ask_for_life()
+
+    async def _ask_rank_for_life(self, worker: Worker) -> None:
+        watch = self._watches.get(worker.server.id)
+        if watch is not None:
+            await watch.ask_rank_for_life(worker)
 
     def _changed(self, worker: Worker, change: Change) -> None:
         if change is Change.ADDED:

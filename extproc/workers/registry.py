@@ -67,6 +67,8 @@ class _Record:
     joined: bool = False  # it has been READY since it was registered
     replaced: bool = False  # registered anew under its id
     found: Metadata | None = None  # what it last said of itself
+    told: tuple[Status, str] = (Status.PENDING, "")  # how its server is, and why
+    held: str = ""  # why this rank is out while its server is READY
 
 
 class Registry:
@@ -261,6 +263,18 @@ class Registry:
             for record in self._entries(worker):
                 self._set_status(record, status, reason)
 
+    def hold(self, rank: Worker, reason: str) -> None:
+        """Keep one data-parallel rank NOT_READY for ``reason``, however its server is; empty: no longer."""
+        record = self._records.get(rank.id)
+        if record is not None and rank.status is not Status.DRAINING:
+            record.held = reason
+            self._set_status(record, *record.told)
+
+    def is_held(self, rank: Worker) -> bool:
+        """Whether the rank is out by :meth:`hold`."""
+        record = self._records.get(rank.id)
+        return record is not None and bool(record.held)
+
     def describe(self, worker: Worker, found: Metadata) -> None:
         """Take over what the worker said of itself, where the registration does not say otherwise.
 
@@ -344,14 +358,18 @@ class Registry:
         take_over(first.spec, worker)
         worker.kv_engines = ()  # those that the server has are shared out to its ranks
         self.circuits.watch(worker, first.spec.resilience)
-        worker.status, worker.reason, worker.endpoint = first.worker.status, first.worker.reason, first.worker.endpoint
-        record = _Record(worker, first.spec, time.time(), joined=first.joined, replaced=first.replaced)
+        worker.status, worker.reason = first.told
+        worker.endpoint = first.worker.endpoint
+        record = _Record(worker, first.spec, time.time(), first.joined, first.replaced, told=first.told)
         if first.found is not None:
             self._describe(record, first.found)
         return record
 
     def _set_status(self, record: _Record, status: Status, reason: str) -> None:
         worker = record.worker
+        record.told = status, reason
+        if record.held and status is Status.READY:
+            status, reason = Status.NOT_READY, record.held
         news = reason and reason != worker.reason
         if reason != worker.reason:
             worker.reason = reason

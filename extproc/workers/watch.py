@@ -18,9 +18,11 @@ from extproc.workers.health_state import HealthSettings, HealthState, Pace
 from extproc.workers.identify import doubts, identify, unidentified
 from extproc.workers.metadata import Metadata, MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
+from extproc.workers.rank_life import RankLife, rank_life
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.signs_of_life import sign_of_life
+from extproc.workers.wedged_ranks import WedgedRanks
 from extproc.workers.worker import Status, Worker
 
 _RANDOM = secrets.SystemRandom()
@@ -61,6 +63,7 @@ class Watch:
         self._pace = pace
         self._gate = gate
         self._refresh = refresh
+        self._wedged_ranks = WedgedRanks(worker, registry, self._life_of)
         self._token_reuse = token_reuse
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
@@ -77,6 +80,7 @@ class Watch:
         self._anew = False  # the registration changed, perhaps while a probe was under way
         self._refusals = 0  # of connections of requests, in a row
         self._answers = 0  # what the worker had answered at the last of them
+        self._rank_tries = 0  # to find that a rank works again
         self._wedged = False  # it gave no sign of life; its health alone does not bring it back
         # What it is.
         self._identified = False  # it need not be asked
@@ -145,9 +149,18 @@ class Watch:
             return
         answers = ranks.answers(self._worker)
         missing = await self._sign_of_life(self._settings.wedge)
+        if missing and self._worker.ranks and await self._wedged_ranks.any_lives(self._settings.wedge):
+            return  # it met one that hangs; which of them do is asked of each
         if missing and ranks.answers(self._worker) == answers and self._state.status is Status.READY:
             self._wedged = True
             self._drop(f"wedged: {ranks.load(self._worker)} legs under way, no answer; {missing}")
+
+    async def ask_rank_for_life(self, rank: Worker) -> None:
+        """No leg of one of several ranks is answered: the same for it alone."""
+        if self._settings.enabled and self._ip is not None and self._state.status is Status.READY:
+            await self._wedged_ranks.look_at(rank, self._settings.wedge)
+            if self._wedged_ranks.any_held:
+                self._bring_forward()
 
     def _count_refusal(self) -> None:
         answers = ranks.answers(self._worker)
@@ -204,6 +217,7 @@ class Watch:
                 self._forget()
             reason = await self._examine()
         self._registry.set_status(self._worker, self._state.status, reason)
+        await self._let_ranks_in()
         self._probed_at = time.monotonic()
         self._probe_at = self._probed_at + self._jittered(self._pause())
         if self._refused or self._taken or self._ip is None:
@@ -335,6 +349,17 @@ class Watch:
     async def _sign_of_life(self, within: float) -> str:
         return await sign_of_life(self._get_within, self._post_within, self._worker, within)
 
+    async def _life_of(self, rank: Worker, within: float) -> RankLife:
+        return await rank_life(self._get_within, self._post_within, rank, within)
+
+    async def _let_ranks_in(self) -> None:
+        """After each good probe those that hang are asked for a sign of life, less and less often."""
+        if self._wedged_ranks.any_held and self._state.status is Status.READY and not self._state.failures:
+            self._rank_tries += 1
+            await self._wedged_ranks.let_in(self._settings.timeout)
+        if not self._wedged_ranks.any_held:
+            self._rank_tries = 0
+
     def _pause(self) -> float:
         """Seconds until the next look."""
         settings, pace, state = self._settings, self._pace, self._state
@@ -348,6 +373,8 @@ class Watch:
             return min(settings.interval, pace.confirm if self._refused else pace.seek)
         if not self._identified or not self._settled:
             return self._backoff(self._identity_tries)
+        if self._wedged_ranks.any_held:
+            return self._backoff(self._rank_tries)
         if bootstrap.is_mooncake(self._worker):
             return min(settings.interval, pace.restart)
         return settings.interval if settings.enabled else math.inf
