@@ -232,7 +232,7 @@ async def test_a_restart_that_nobody_noticed_shows_by_a_refusal_of_which_no_clie
     async with Ranks(decodes=1, dp_aware=True) as product:
         first = product.worker(product.prefill)
         mock = await product.restart(product.prefill, 2)
-        product.service._monitor._watches[first.id]._identified_at -= 60  # it is not asked at once again
+        product.service._monitor._watches[first.id]._identity.identified_at -= 60  # it is not asked at once again
         answers = [await product.post(CHAT, BODY) for _ in range(3)]
         assert {answer.status for answer in answers} == {200}, [answer.body for answer in answers]
         assert {answer.header("x-pd-attempts") for answer in answers} == {None, "2"}

@@ -222,7 +222,7 @@ class TestPassiveSignals:
             worker = f.registry.add(registration({"url": server.url, "worker_type": "prefill"}))
             await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 2)
             server.extra_info = {"dp_size": 3}
-            f.monitor._watches[worker.id]._identified_at -= 60
+            f.monitor._watches[worker.id]._identity.identified_at -= 60
             for _ in range(9):
                 f.monitor.report_doubt(worker.ranks[1])
             assert worker.usable

@@ -7,16 +7,15 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 
 from extproc.workers import bootstrap, ranks
 from extproc.workers.addresses import EndpointTakenError
-from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.client import NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
-from extproc.workers.identify import doubts, identify, unidentified
-from extproc.workers.metadata import Metadata, MismatchError
+from extproc.workers.identification import Identification, UnidentifiedError
+from extproc.workers.line import Line
+from extproc.workers.metadata import MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.rank_life import RankLife, rank_life
 from extproc.workers.registry import Registry
@@ -26,12 +25,7 @@ from extproc.workers.wedged_ranks import WedgedRanks
 from extproc.workers.worker import Status, Worker
 
 _RANDOM = secrets.SystemRandom()
-_NONE: Mapping[str, str] = MappingProxyType({})
 _logger = logging.getLogger(__name__)
-
-
-class UnidentifiedError(Exception):
-    """It is not known what the worker is, and so it must not be used; the message says why."""
 
 
 class Watch:
@@ -55,20 +49,17 @@ class Watch:
         token_reuse: bool,
     ) -> None:
         self._worker = worker
-        self._spec = registry.spec(worker)
         self._registry = registry
-        self._client = client
         self._resolver = resolver
         self._settings = settings
         self._pace = pace
         self._gate = gate
-        self._refresh = refresh
+        self._line = line = Line(worker, client)
+        self._identity = Identification(worker, registry, client, line, pace, refresh, token_reuse=token_reuse)
         self._wedged_ranks = WedgedRanks(worker, registry, self._life_of)
-        self._token_reuse = token_reuse
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
         # Where it is.
-        self._ip: str | None = None
         self._lookup_trouble = ""
         self._taken = ""
         self._resolve_at = 0.0
@@ -82,16 +73,6 @@ class Watch:
         self._answers = 0  # what the worker had answered at the last of them
         self._rank_tries = 0  # to find that a rank works again
         self._wedged = False  # it gave no sign of life; its health alone does not bring it back
-        # What it is.
-        self._identified = False  # it need not be asked
-        self._known = False  # what is known of it is of this process, as far as can be seen
-        self._identified_at = -math.inf
-        self._doubted = False  # a request to it failed in a way that a restarted server may explain
-        self._identity_trouble = ""
-        self._identity_tries = 0
-        self._settled = False  # there is nothing more to learn from its bootstrap server
-        self._bootstrap_at = -math.inf
-        self._bootstrap_trouble = ""
         self._warned = ""
 
     async def run(self) -> None:
@@ -109,10 +90,10 @@ class Watch:
 
     def respecified(self, settings: HealthSettings) -> None:
         """Go by the worker's registration as it is now, and by ``settings``; look at once. How it is, stays."""
-        self._spec = self._registry.spec(self._worker)
+        self._identity.respecified()
         self._settings = settings
         self._state.settings = settings
-        self._doubted = self._anew = True  # at the next look it is asked what it is
+        self._anew = True
         self._probe_at = time.monotonic()
         self._wake.set()
 
@@ -132,8 +113,8 @@ class Watch:
 
     def report_doubt(self) -> None:
         """The same, of a worker that answers."""
-        if time.monotonic() - self._identified_at >= self._pace.doubt:
-            self._doubted = True
+        if time.monotonic() - self._identity.identified_at >= self._pace.doubt:
+            self._identity.doubt()
             self._bring_forward()
         elif self._settings.enabled:
             self._bring_forward()
@@ -145,7 +126,7 @@ class Watch:
 
     async def ask_for_life(self) -> None:
         """No leg is answered: ask the engine for a sign of life, and take the worker out if there is none."""
-        if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
+        if not self._settings.enabled or self._line.ip is None or self._state.status is not Status.READY:
             return
         answers = ranks.answers(self._worker)
         missing = await self._sign_of_life(self._settings.wedge)
@@ -157,7 +138,7 @@ class Watch:
 
     async def ask_rank_for_life(self, rank: Worker) -> None:
         """No leg of one of several ranks is answered: the same for it alone."""
-        if self._settings.enabled and self._ip is not None and self._state.status is Status.READY:
+        if self._settings.enabled and self._line.ip is not None and self._state.status is Status.READY:
             await self._wedged_ranks.look_at(rank, self._settings.wedge)
             if self._wedged_ranks.any_held:
                 self._bring_forward()
@@ -181,7 +162,8 @@ class Watch:
         """Take a READY worker out at once; from now on it is probed as any that is out."""
         self._bring_forward()
         self._refusals = 0
-        self._doubted, self._known = True, False  # it may come back as another
+        self._identity.lose()  # it may come back as another
+        self._identity.doubt()
         self._state.dropped()
         self._registry.set_status(self._worker, self._state.status, reason)
 
@@ -192,19 +174,18 @@ class Watch:
             self._wake.set()
 
     async def _locate(self) -> None:
-        url, before = self._worker.url, self._ip
+        url, before = self._worker.url, self._line.ip
         self._lookup_trouble = self._taken = ""
         try:
             rejected = self._refused and self._state.status is not Status.READY
-            self._ip = await self._resolver.resolve(url.host, url.port, before, avoid=rejected)
-            self._registry.place(self._worker, self._ip)
+            self._line.ip = await self._resolver.resolve(url.host, url.port, before, avoid=rejected)
+            self._registry.place(self._worker, self._line.ip)
         except ResolveError as error:
             self._lookup_trouble = f"{error}; keeping {before}" if before else str(error)
         except EndpointTakenError as error:
             self._taken = str(error)
-        if self._ip != before:
-            self._forget()
-            self._known = False
+        if self._line.ip != before:
+            self._identity.lose()
             self._probe_at = time.monotonic()
         fixed = literal(url.host) is not None and not self._taken
         self._resolve_at = math.inf if fixed else time.monotonic() + self._jittered(self._pace.resolve)
@@ -212,15 +193,13 @@ class Watch:
     async def _look(self) -> None:
         async with self._gate:
             self._reported = self._anew = False
-            if self._doubted or self._is_to_be_asked_again():
-                self._doubted = False
-                self._forget()
+            self._identity.begin()
             reason = await self._examine()
         self._registry.set_status(self._worker, self._state.status, reason)
         await self._let_ranks_in()
         self._probed_at = time.monotonic()
         self._probe_at = self._probed_at + self._jittered(self._pause())
-        if self._refused or self._taken or self._ip is None:
+        if self._refused or self._taken or self._line.ip is None:
             self._resolve_at = min(self._resolve_at, self._probe_at)
 
     async def _examine(self) -> str:
@@ -228,7 +207,7 @@ class Watch:
         if self._taken:
             self._state.unfit()
             return self._taken
-        if self._ip is None:
+        if self._line.ip is None:
             self._state.failed()
             return self._lookup_trouble
         try:
@@ -236,93 +215,34 @@ class Watch:
                 await self._probe()
             self._refused = False
             self._refusals = 0
-            if not self._identified:
-                await self._identify()
-            if not self._settled or self._may_have_restarted():
-                await self._look_at_bootstrap()
-            await self._refresh.settle(self._worker, self._ip)
+            await self._identity.learn(self._settings.timeout)
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
-            self._forget()
-            self._known &= self._state.failed() is Status.READY  # else it may come back as another
+            self._identity.forget()
+            if self._state.failed() is not Status.READY:
+                self._identity.lose()  # it may come back as another
             return str(error)
         except UnidentifiedError as error:
             self._state.withheld()
             return str(error)
         except MismatchError as error:
-            self._known = False
+            self._identity.lose()
             self._state.unfit()
             return str(error)
         if self._state.succeeded() is not Status.READY:
             return self._worker.reason  # until enough probes were good
         self._wedged = False
-        own = "; ".join(filter(None, (*self._spec.idle, self._identity_trouble, self._bootstrap_trouble)))
+        own = self._identity.trouble
         self._warn(own)
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
-        assert self._ip is not None
         settings = self._settings
-        status = await self._client.probe(self._worker, settings.endpoint, within=settings.timeout, ip=self._ip)
+        status = await self._line.probe(settings.endpoint, settings.timeout)
         if not 200 <= status < 300:
             raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
         if self._wedged and (missing := await self._sign_of_life(settings.timeout)):
             raise NoAnswerError(f"still wedged: {missing}")
-
-    def _forget(self) -> None:
-        self._identified = self._settled = False
-
-    async def _identify(self) -> None:
-        """Ask the worker what it is, and again later where it did not tell all of it. Raises UnidentifiedError.
-
-        What is known holds while a worker that has not been out gives no good answer: it may be busy.
-        """
-        self._identity_tries += 1
-        aware = self._registry.dp_aware
-        found = await identify(self._get, self._post, self._spec, token_reuse=self._token_reuse, dp_aware=aware)
-        known = self._known and bool(self._worker.model_ids)
-        if known and found.failed and not found.locked:
-            self._identity_trouble = f"does not say again what it is: {'; '.join(found.failed)}"
-            return
-        self._known = False
-        if reason := unidentified(self._spec, found):
-            raise UnidentifiedError(reason)
-        self._take(found)
-
-    def _take(self, found: Metadata) -> None:
-        self._known = True
-        self._identified = not found.failed
-        self._settled = False
-        self._identified_at = time.monotonic()
-        if self._identified:
-            self._identity_tries = 0
-        self._registry.describe(self._worker, found)
-        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=self._registry.dp_aware)
-
-    def _is_to_be_asked_again(self) -> bool:
-        """After a restart that nobody noticed a server may have more ranks; fewer show by a refusal."""
-        return self._registry.dp_aware and time.monotonic() - self._identified_at >= self._pace.ranks
-
-    def _may_have_restarted(self) -> bool:
-        """Unseen, between two probes. Only Mooncake's decode workers hang on it; others fail, which is reported."""
-        return bootstrap.is_mooncake(self._worker) and time.monotonic() - self._bootstrap_at >= self._pace.doubt
-
-    async def _look_at_bootstrap(self) -> None:
-        """Before requests come: a decode that is told a former engine id does not get the cache."""
-        self._identity_tries += 1
-        self._bootstrap_at = time.monotonic()
-        found = await bootstrap.look(
-            self._client, self._worker, self._spec.kv.engine_id, ip=self._ip or "", within=self._settings.timeout
-        )
-        if self._settled and not found.settled:  # what is known holds until asking again has failed too
-            self._settled = False
-            return
-        unpinned = "" if self._registry.dp_aware else bootstrap.unpinned(found.engines)
-        self._settled, self._bootstrap_trouble = found.settled, "; ".join(filter(None, (found.trouble, unpinned)))
-        if self._identified and self._settled:
-            self._identity_tries = 0
-        await self._refresh.found(self._worker, found.addresses)
-        self._registry.set_engines(self._worker, found.engines)
 
     def _warn(self, trouble: str) -> None:
         """Log what is wrong with a worker that is usable all the same, once."""
@@ -330,27 +250,11 @@ class Watch:
             _logger.warning(trouble, extra={"worker": str(self._worker.url)})
         self._warned = trouble
 
-    async def _get(self, path: str) -> Answer:
-        return await self._get_within(path, self._settings.timeout)
-
-    async def _get_within(self, path: str, within: float) -> Answer:
-        if self._ip is None:
-            raise UnreachableError("address not known")
-        return await self._client.get(self._worker, path, within=within, ip=self._ip)
-
-    async def _post(self, path: str, body: object, headers: Mapping[str, str] = _NONE) -> Answer:
-        return await self._post_within(path, body, self._settings.timeout, headers)
-
-    async def _post_within(self, path: str, body: object, within: float, headers: Mapping[str, str] = _NONE) -> Answer:
-        if self._ip is None:
-            raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=within, ip=self._ip, headers=headers)
-
     async def _sign_of_life(self, within: float) -> str:
-        return await sign_of_life(self._get_within, self._post_within, self._worker, within)
+        return await sign_of_life(self._line.get, self._line.post, self._worker, within)
 
     async def _life_of(self, rank: Worker, within: float) -> RankLife:
-        return await rank_life(self._get_within, self._post_within, rank, within)
+        return await rank_life(self._line.get, self._line.post, rank, within)
 
     async def _let_ranks_in(self) -> None:
         """After each good probe those that hang are asked for a sign of life, less and less often."""
@@ -366,13 +270,13 @@ class Watch:
         if self._anew:
             return 0.0
         if state.status is not Status.READY:
-            return self._backoff(max(state.failures, 0 if self._known else self._identity_tries))
+            return self._backoff(max(state.failures, 0 if self._identity.known else self._identity.tries))
         if self._reported:
             return pace.report
         if state.failures:
             return min(settings.interval, pace.confirm if self._refused else pace.seek)
-        if not self._identified or not self._settled:
-            return self._backoff(self._identity_tries)
+        if not self._identity.complete:
+            return self._backoff(self._identity.tries)
         if self._wedged_ranks.any_held:
             return self._backoff(self._rank_tries)
         if bootstrap.is_mooncake(self._worker):
