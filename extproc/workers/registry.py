@@ -8,67 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from extproc.workers import ranks
 from extproc.workers.addresses import Addresses
 from extproc.workers.breaker import BreakerSettings
+from extproc.workers.changes import Change, Subscriber, Subscribers, WorkerExistsError, WorkerLeavesError
 from extproc.workers.circuits import Circuits
 from extproc.workers.draining import Draining
-from extproc.workers.from_spec import describe, named_engines, take_over
-from extproc.workers.identity import new_worker_id
 from extproc.workers.index import Index
 from extproc.workers.metadata import Metadata
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness
+from extproc.workers.record import Record, named
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import KvEngine, Role, Status, Worker
 
-Subscriber = Callable[[Worker, "Change"], None]
+__all__ = ["Change", "Registry", "Subscriber", "WorkerExistsError", "WorkerLeavesError"]
 
 _logger = logging.getLogger(__name__)
-_UNUSABLE = ("worker is not usable yet", "worker is still not usable")
-
-
-class Change(Enum):
-    """What a subscriber is told about a worker."""
-
-    ADDED = "added"
-    STATUS = "status"  # its status is another
-    CIRCUIT = "circuit"  # its circuit breaker lets more or less through
-    IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
-    SPEC = "spec"  # its registration is another: whoever goes by it reads it again
-    ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
-    REMOVED = "removed"  # gone: no request is under way to it and Envoy does not know it
-
-
-class WorkerLeavesError(Exception):
-    """The worker is being removed; nothing of it can be changed any more."""
-
-
-class WorkerExistsError(Exception):
-    """There is already a worker with this URL and role, which is not being removed."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(f"Worker already exists at URL '{worker.url}' with ID {worker.id}")
-        self.worker = worker
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    worker: Worker
-    spec: WorkerSpec
-    changed: float = 0.0  # time.time() of the last change of status
-    joined: bool = False  # it has been READY since it was registered
-    replaced: bool = False  # registered anew under its id
-    found: Metadata | None = None  # what it last said of itself
-    told: tuple[Status, str] = (Status.PENDING, "")  # how its server is, and why
-    held: str = ""  # why this rank is out while its server is READY
 
 
 class Registry:
@@ -94,10 +54,10 @@ class Registry:
     ) -> None:
         self.pairing = pairing
         self.dp_aware = dp_aware
-        self._records: dict[str, _Record] = {}
-        self._by_url: dict[tuple[str, Role], _Record] = {}
+        self._records: dict[str, Record] = {}
+        self._by_url: dict[tuple[str, Role], Record] = {}
         self._index = Index(self.__iter__, pairing)
-        self._subscribers: list[Subscriber] = []
+        self._subscribers = Subscribers()
         self._draining = Draining(drain_limit, drain_poll)
         self.circuits = Circuits(breaker or BreakerSettings(), self._circuit_moved)
         self._addresses = Addresses(
@@ -190,11 +150,10 @@ class Registry:
         key = (str(spec.url), spec.role)
         if key in self._by_url:
             raise WorkerExistsError(self._by_url[key].worker)
-        worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
-        take_over(spec, worker)
+        record = Record.of(spec)
+        worker = record.worker
         self.circuits.watch(worker, spec.resilience)
-        record = _Record(worker, spec, changed=time.time())
-        _logger.info("worker added", extra=_named(worker))
+        _logger.info("worker added", extra=named(worker))
         self._records[worker.id] = self._by_url[key] = record
         self._tell(worker, Change.ADDED)
         return worker
@@ -207,8 +166,9 @@ class Registry:
         """
         found = self._registered(worker).found
         for record in self._entries(worker):
-            self._change(record, spec)
-        _logger.info("worker changed", extra=_named(worker))
+            record.change(spec)
+            self.circuits.change(record.worker, spec.resilience)
+        _logger.info("worker changed", extra=named(worker))
         if found is not None:
             self.describe(worker, found)
         for record in self._entries(worker):
@@ -222,10 +182,7 @@ class Registry:
         WorkerLeavesError.
         """
         record = self._registered(worker)
-        record.spec, record.found = spec, None
-        record.joined, record.replaced = False, True
-        take_over(spec, worker)
-        worker.listed, worker.takes_token_ids = (), False
+        record.replace(spec)
         self.circuits.change(worker, spec.resilience)
         self._set_status(record, Status.PENDING, "")
         self._tell(worker, Change.SPEC)
@@ -246,8 +203,7 @@ class Registry:
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Call ``callback`` at every change, at once and synchronously. Returns what ends the subscription."""
-        self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
+        return self._subscribers.add(callback)
 
     async def close(self) -> None:
         """End everything under way. The workers stay as they are."""
@@ -281,7 +237,7 @@ class Registry:
         Its ranks are as many then as the server says, in doubt against the registration.
         """
         for record in self._entries(worker):
-            self._describe(record, found)
+            record.describe(found, ranks_known=self.dp_aware)
             self._tell(record.worker, Change.IDENTITY)
         if self.dp_aware and worker.id in self._records:
             self._set_ranks(worker, ranks.count(worker, found))
@@ -308,29 +264,17 @@ class Registry:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _registered(self, worker: Worker) -> _Record:
+    def _registered(self, worker: Worker) -> Record:
         record = self._records.get(worker.id)
         if record is None or worker.status is Status.DRAINING:
             raise WorkerLeavesError(f"Worker {worker.id} is being removed")
         return record
 
-    def _entries(self, worker: Worker) -> list[_Record]:
+    def _entries(self, worker: Worker) -> list[Record]:
         """The records of all entries of a server; none when it is gone."""
         if worker.id not in self._records:
             return []
         return [self._records[entry.id] for entry in ranks.entries(worker)]
-
-    def _change(self, record: _Record, spec: WorkerSpec) -> None:
-        worker, former, record.spec = record.worker, record.spec, spec
-        engines = worker.kv_engines
-        take_over(spec, worker)
-        if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
-            worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
-        self.circuits.change(worker, spec.resilience)
-
-    def _describe(self, record: _Record, found: Metadata) -> None:
-        record.found = found
-        describe(record.worker, record.spec, found, ranks_known=self.dp_aware)
 
     def _set_ranks(self, worker: Worker, size: int) -> None:
         """Have ``size`` entries for a server: new ones are in the state of the first, those that are left over end."""
@@ -338,8 +282,10 @@ class Registry:
         if size == len(former) or worker.status is Status.DRAINING:
             return
         first = self._records[former[0].id]
-        new = [self._another(first) for _ in range(size - len(former))]
-        _logger.info("worker ranks", extra=_named(first.worker) | {"were": len(former), "ranks": size})
+        new = [first.another(ranks_known=self.dp_aware) for _ in range(size - len(former))]
+        for record in new:
+            self.circuits.watch(record.worker, first.spec.resilience)
+        _logger.info("worker ranks", extra=named(first.worker) | {"were": len(former), "ranks": size})
         for entry in former[size:]:
             entry.ranks = ()
         ranks.form([*former[:size], *(record.worker for record in new)])
@@ -352,41 +298,13 @@ class Registry:
             self._set_status(self._records[entry.id], Status.DRAINING, "the server has no such rank any more")
             self._draining.begin(self._drain_rank(entry), entry)
 
-    def _another(self, first: _Record) -> _Record:
-        """A new entry for the server of ``first``: as registered, and as it says of itself, in the same state."""
-        worker = Worker(id=new_worker_id(), url=first.spec.url, role=first.spec.role)
-        take_over(first.spec, worker)
-        worker.kv_engines = ()  # those that the server has are shared out to its ranks
-        self.circuits.watch(worker, first.spec.resilience)
-        worker.status, worker.reason = first.told
-        worker.endpoint = first.worker.endpoint
-        record = _Record(worker, first.spec, time.time(), first.joined, first.replaced, told=first.told)
-        if first.found is not None:
-            self._describe(record, first.found)
-        return record
-
-    def _set_status(self, record: _Record, status: Status, reason: str) -> None:
-        worker = record.worker
-        record.told = status, reason
-        if record.held and status is Status.READY:
-            status, reason = Status.NOT_READY, record.held
-        news = reason and reason != worker.reason
-        if reason != worker.reason:
-            worker.reason = reason
-            self._index.forget_reasons()
-        if worker.status is status:
-            if news and status is not Status.READY:  # a mistyped port must not show in /workers only
-                _logger.warning(_UNUSABLE[record.joined], extra=_named(worker) | {"reason": reason})
+    def _set_status(self, record: Record, status: Status, reason: str) -> None:
+        moved = record.set_status(status, reason)
+        self._index.forget_reasons()
+        if not moved:
             return
-        before, worker.status, record.changed = worker.status, status, time.time()
-        record.joined |= status is Status.READY
-        level = logging.INFO if status in (Status.READY, Status.DRAINING) else logging.WARNING
-        _logger.log(
-            level,
-            "worker status",
-            extra=_named(worker) | {"was": before.value, "status": status.value, "reason": reason},
-        )
-        if status is Status.READY:
+        worker = record.worker
+        if worker.status is Status.READY:
             worker.breaker.rested()  # it was out for a while, and may be another process
         self._addresses.tell_health(worker)
         self._tell(worker, Change.STATUS)
@@ -398,11 +316,7 @@ class Registry:
 
     def _tell(self, worker: Worker, change: Change) -> None:
         self._index.forget()
-        for callback in tuple(self._subscribers):
-            try:
-                callback(worker, change)
-            except Exception:
-                _logger.exception("a subscriber of the worker registry failed")
+        self._subscribers.tell(worker, change)
 
     def _moved(self, worker: Worker) -> None:
         for entry in ranks.entries(worker):
@@ -424,10 +338,5 @@ class Registry:
         worker.endpoint = None
         del self._records[worker.id]
         self.circuits.forget(worker)
-        _logger.info("worker removed", extra=_named(worker))
+        _logger.info("worker removed", extra=named(worker))
         self._tell(worker, Change.REMOVED)
-
-
-def _named(worker: Worker) -> dict[str, object]:
-    """A worker in a log line."""
-    return {"worker": worker.name, "role": worker.role.value, "worker_id": worker.id}
