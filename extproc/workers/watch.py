@@ -8,7 +8,6 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from types import MappingProxyType
 
 from extproc.workers import bootstrap, ranks
@@ -20,6 +19,7 @@ from extproc.workers.metadata import MetadataError, MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
+from extproc.workers.rounds import Rounds
 from extproc.workers.signs_of_life import sign_of_life
 from extproc.workers.worker import Status, Worker
 
@@ -45,6 +45,7 @@ class Watch:
         pace: Pace,
         gate: asyncio.Semaphore,
         refresh: MooncakeRefresh,
+        rounds: Rounds,
         *,
         token_reuse: bool,
     ) -> None:
@@ -57,6 +58,7 @@ class Watch:
         self._pace = pace
         self._gate = gate
         self._refresh = refresh
+        self._rounds = rounds
         self._token_reuse = token_reuse
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
@@ -83,6 +85,7 @@ class Watch:
         self._settled = False  # there is nothing more to learn from its bootstrap server
         self._bootstrap_at = -math.inf
         self._bootstrap_trouble = ""
+        self._restarted = False  # it says something else than before
         self._warned = ""
 
     async def run(self) -> None:
@@ -128,6 +131,11 @@ class Watch:
             self._bring_forward()
         elif self._settings.enabled:
             self._bring_forward()
+
+    def report_restart(self) -> None:
+        """Its bootstrap server says something else than before: look at the worker, and at that, before long."""
+        self._restarted = True
+        self._bring_forward()
 
     def look_again(self) -> None:
         """Somebody else has seen trouble: bring the next probe forward."""
@@ -270,12 +278,14 @@ class Watch:
 
     def _may_have_restarted(self) -> bool:
         """Unseen, between two probes. Only Mooncake's decode workers hang on it; others fail, which is reported."""
-        return bootstrap.is_mooncake(self._worker) and time.monotonic() - self._bootstrap_at >= self._pace.doubt
+        long_ago = time.monotonic() - self._bootstrap_at >= self._pace.doubt
+        return bootstrap.is_mooncake(self._worker) and (self._restarted or long_ago)
 
     async def _look_at_bootstrap(self) -> None:
         """Before requests come: a decode that is told a former engine id does not get the cache."""
         self._identity_tries += 1
         self._bootstrap_at = time.monotonic()
+        self._restarted = False
         found = await bootstrap.look(
             self._client, self._worker, self._spec.kv.engine_id, ip=self._ip or "", within=self._settings.timeout
         )
@@ -327,8 +337,6 @@ class Watch:
             return min(settings.interval, pace.confirm if self._refused else pace.seek)
         if not self._identified or not self._settled:
             return self._backoff(self._identity_tries)
-        if bootstrap.is_mooncake(self._worker):
-            return min(settings.interval, pace.restart)
         return settings.interval if settings.enabled else math.inf
 
     def _backoff(self, tries: int) -> float:
@@ -340,6 +348,9 @@ class Watch:
     async def _rest(self, seconds: float) -> None:
         self._wake.clear()
         if seconds > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if seconds == math.inf else seconds):
-                    await self._wake.wait()
+            cancel = None if seconds == math.inf else self._rounds.call_later(seconds, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                if cancel is not None:
+                    cancel()
