@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_metrics, of_v1_loads, with_limit
+from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
+from extproc.workers.load_metrics import of_metrics
 
 DATA = Path(__file__).parent / "data" / "load"
 VLLM = [RankLoad(0, running=16, waiting=3, kv_usage=0.03589305335123916, max_tokens=262144)]

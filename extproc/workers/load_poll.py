@@ -19,7 +19,8 @@ from typing import Final
 from urllib.parse import quote
 
 from extproc.workers.client import NoAnswerError, WorkerClient
-from extproc.workers.load import METRIC_NAMES, EngineLoad, RankLoad, of_get_load, of_metrics, of_v1_loads, with_limit
+from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
+from extproc.workers.load_metrics import METRIC_NAMES, of_metrics
 from extproc.workers.registry import Change, Registry
 from extproc.workers.rounds import Rounds
 from extproc.workers.worker import Worker
