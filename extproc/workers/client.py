@@ -73,11 +73,15 @@ class WorkerClient:
         """
         return await self._ask_worker(worker, "GET", path, {}, None, within, ip)
 
-    async def get_often(self, worker: Worker, path: str, *, within: float, most: int) -> Answer:
+    async def get_often(
+        self, worker: Worker, path: str, *, within: float, ip: str | None = None, most: int = _ANSWER_LIMIT
+    ) -> Answer:
         """As :meth:`get`, at a third of the cost; of the answer ``most`` bytes at most, and not its content type."""
         with _told(path, within, self._connect_limit):
             async with asyncio.timeout(within):
-                status, body = await quick_get(self._where(worker, _ip_of(worker)), _request(worker, path), most=most)
+                status, body = await quick_get(
+                    self._where(worker, ip or _ip_of(worker)), _request(worker, path), most=most
+                )
         return Answer(status, "", body)
 
     async def probe(self, worker: Worker, path: str, *, within: float, ip: str) -> int:

@@ -311,7 +311,7 @@ class Watch:
     async def _get_within(self, path: str, within: float) -> Answer:
         if self._ip is None:
             raise UnreachableError("address not known")
-        return await self._client.get(self._worker, path, within=within, ip=self._ip)
+        return await self._client.get_often(self._worker, path, within=within, ip=self._ip)
 
     async def _post(self, path: str, body: object, headers: Mapping[str, str] = _NONE) -> Answer:
         return await self._post_within(path, body, self._settings.timeout, headers)
