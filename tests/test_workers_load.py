@@ -101,6 +101,16 @@ class TestGetLoad:
             RankLoad(1, running=0, waiting=0, total_tokens=0),
         ]
 
+    def test_before_it_said_which_tokens_wait(self) -> None:
+        body = b'[{"dp_rank":0,"num_reqs":3,"num_waiting_reqs":1,"num_tokens":70}]'
+        assert of_get_load(body) == [RankLoad(0, running=2, waiting=1, total_tokens=70)]
+
+    def test_an_engine_without_ranks_names_none(self) -> None:
+        body = (
+            b'[{"dp_rank":null,"num_reqs":1,"num_waiting_reqs":0,"num_tokens":7,"num_pending_tokens":0,"ts_tic":0.0}]'
+        )
+        assert of_get_load(body) == [RankLoad(0, running=1, waiting=0, used_tokens=7, total_tokens=7)]
+
     def test_an_older_engine_says_tokens_only(self) -> None:
         assert of_get_load(b'{"load": 120}') == [RankLoad(total_tokens=120)]
 

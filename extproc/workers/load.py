@@ -193,11 +193,16 @@ def _queued(section: Mapping[str, Any], names: Sequence[str]) -> int | None:
 def of_get_load(body: bytes) -> list[RankLoad] | None:
     """Read an answer to ``/get_load``; None when it is none.
 
+    Before 0.5.3 it is ``{"load": TOKENS}``; then a list of ``dp_rank``, ``num_reqs``,
+    ``num_waiting_reqs``, ``num_tokens`` for each rank, later ``num_pending_tokens`` and ``ts_tic`` besides (SGLang
+    ``managers/io_struct.py``, ``GetLoadReqOutput``). Deprecated, a shim over ``/v1/loads`` of the same fields since
+    sglang#23010 (April 2026); 0.5.23 has no such route.
+
     ``num_reqs`` there is of all requests, those that wait among them; ``num_tokens`` of those in the KV cache and those
     that wait for a place in it.
     """
     answer = _json(body)
-    if isinstance(answer, dict):  # before 0.5.3
+    if isinstance(answer, dict):
         tokens = _count(answer.get("load"))
         return None if tokens is None else [RankLoad(total_tokens=tokens)]
     if not isinstance(answer, list) or not answer:
