@@ -329,5 +329,5 @@ async def fleet(
         await made.monitor.stop()
         await made.registry.close()
         await made.client.close()
-    ours = ("watch-", "drain-", "retire-", "publish-", "stalls", "ask-")
+    ours = ("watch-", "drain-", "retire-", "publish-", "stalls", "ask-", "restarts-")
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith(ours)] == []

@@ -17,7 +17,7 @@ from fleet import eventually
 
 from extproc.mock import SglangMock, VllmMock
 from extproc.mock.vllm.worker import MOONCAKE
-from extproc.workers.load import of_metrics
+from extproc.workers.load_metrics import of_metrics
 from tests.mock_client import Answer, ask
 
 CHAT = "/v1/chat/completions"

@@ -547,7 +547,7 @@ async def test_a_defect_does_not_end_the_watch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engine() as server, fleet() as f:
-        ask = f.client.get
+        ask = f.client.get_often
         broken = [True]
 
         async def get(*arguments: object, **named: object) -> object:
@@ -555,7 +555,7 @@ async def test_a_defect_does_not_end_the_watch(
                 raise RuntimeError("a defect")
             return await ask(*arguments, **named)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(f.client, "get", get)
+        monkeypatch.setattr(f.client, "get_often", get)
         worker = f.registry.add(spec(P, server.url))
         await eventually(lambda: "a defect" in caplog.text)
         broken[0] = False

@@ -73,11 +73,15 @@ class WorkerClient:
         """
         return await self._ask_worker(worker, "GET", path, {}, None, within, ip)
 
-    async def get_often(self, worker: Worker, path: str, *, within: float, most: int) -> Answer:
+    async def get_often(
+        self, worker: Worker, path: str, *, within: float, ip: str | None = None, most: int = _ANSWER_LIMIT
+    ) -> Answer:
         """As :meth:`get`, at a third of the cost; of the answer ``most`` bytes at most, and not its content type."""
         with _told(path, within, self._connect_limit):
             async with asyncio.timeout(within):
-                status, body = await quick_get(self._where(worker, _ip_of(worker)), _request(worker, path), most=most)
+                status, body = await quick_get(
+                    self._where(worker, ip or _ip_of(worker)), _request(worker, path), most=most
+                )
         return Answer(status, "", body)
 
     async def probe(self, worker: Worker, path: str, *, within: float, ip: str) -> int:
@@ -106,11 +110,14 @@ class WorkerClient:
     async def get_beside(self, worker: Worker, port: int, path: str, *, within: float, ip: str | None = None) -> Answer:
         """``GET path`` of another server on the worker's host: plain HTTP, and not shown the worker's key.
 
-        Else as :meth:`get`.
+        Else as :meth:`get_often`.
         """
-        headers = {"host": f"{worker.url.bracketed_host}:{port}"}
-        base = URL.build(scheme="http", host=ip or _ip_of(worker), port=port)
-        return await self._ask("GET", base, path, headers, None, within)
+        request = _request_of(f"{worker.url.bracketed_host}:{port}", path)
+        with _told(path, within, self._connect_limit):
+            async with asyncio.timeout(within):
+                where = Where(ip or _ip_of(worker), port, self._connect_limit, None)
+                status, body = await quick_get(where, request, most=_ANSWER_LIMIT)
+        return Answer(status, "", body)
 
     async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
         """Whether anything listens on another port of the worker's host; raises UnreachableError when nothing does."""
@@ -217,9 +224,12 @@ def _told(path: str, within: float, connect_limit: float) -> Iterator[None]:
 
 def _request(worker: Worker, path: str) -> bytes:
     """A GET on a connection of its own."""
-    fields = [f"GET {path} HTTP/1.1", f"host: {worker.url.authority}", "accept: */*", "accept-encoding: identity"]
-    if worker.api_key:
-        fields.append(f"authorization: Bearer {worker.api_key}")
+    key = (f"authorization: Bearer {worker.api_key}",) if worker.api_key else ()
+    return _request_of(worker.url.authority, path, *key)
+
+
+def _request_of(host: str, path: str, *more: str) -> bytes:
+    fields = [f"GET {path} HTTP/1.1", f"host: {host}", "accept: */*", "accept-encoding: identity", *more]
     return ("\r\n".join([*fields, "connection: close"]) + "\r\n\r\n").encode()
 
 

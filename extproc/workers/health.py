@@ -10,6 +10,8 @@ from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Change, Registry
 from extproc.workers.resolver import Resolver
+from extproc.workers.restarts import Restarts
+from extproc.workers.rounds import Rounds
 from extproc.workers.stalls import Stalls
 from extproc.workers.watch import Watch
 from extproc.workers.worker import Status, Worker
@@ -40,6 +42,15 @@ class Monitor:
         self._refresh = MooncakeRefresh(registry, client)
         self._stalls = Stalls(registry, self._ask_for_life, self._ask_rank_for_life, self._settings.stall)
         self._gate = asyncio.Semaphore(self._pace.concurrency)
+        self._rounds = Rounds()
+        self._restarts = Restarts(
+            registry,
+            client,
+            self._restarted,
+            self._gate,
+            interval=self._pace.restart,
+            within=self._settings.timeout,
+        )
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -51,6 +62,7 @@ class Monitor:
         for worker in self._registry:
             self._changed(worker, Change.ADDED)
         self._stalls.start()
+        self._restarts.start()
 
     async def stop(self) -> None:
         """Stop watching; returns when no probe is under way."""
@@ -58,6 +70,7 @@ class Monitor:
             self._unsubscribe()
             self._unsubscribe = None
         await self._stalls.stop()
+        await self._restarts.stop()
         for worker_id in tuple(self._watches):
             self._forget(worker_id)
         if self._ending:
@@ -98,6 +111,11 @@ class Monitor:
         if watch is not None:
             watch.look_again()
 
+    def _restarted(self, worker: Worker) -> None:
+        watch = self._watches.get(worker.id)
+        if watch is not None:
+            watch.report_restart()
+
     async def _ask_for_life(self, worker: Worker) -> None:
         watch = self._watches.get(worker.server.id)
         if watch is not None:
@@ -130,6 +148,7 @@ class Monitor:
             self._pace,
             self._gate,
             self._refresh,
+            self._rounds,
             token_reuse=self._token_reuse,
         )
         self._watches[worker.id] = watch

@@ -56,7 +56,7 @@ class Pace:
     report: float = 1.0  # least time between a probe and one that the data path asks for
     doubt: float = 5.0  # least time between two identifications that the data path gives reason for
     ranks: float = 300.0  # until a server is asked again how many data-parallel ranks it has
-    restart: float = 10.0  # between probes of a Mooncake prefill, whose restart nobody would report
+    restart: float = 10.0  # between questions to a Mooncake prefill's bootstrap server: nobody reports a restart
     resolve: float = 30.0  # between look-ups of a name
     jitter: float = 0.1  # of every pause, so that many workers are not probed in step
     concurrency: int = 128  # probes under way at once

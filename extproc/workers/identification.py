@@ -68,6 +68,7 @@ class Identification:
         self._settled = False  # there is nothing more to learn from its bootstrap server
         self._bootstrap_at = -math.inf
         self._bootstrap_trouble = ""
+        self._restarted = False  # it says something else than before
 
     @property
     def complete(self) -> bool:
@@ -92,6 +93,10 @@ class Identification:
     def doubt(self) -> None:
         """A request failed in a way that a restarted server may explain, or the like: ask at the next look."""
         self._doubted = True
+
+    def restarted(self) -> None:
+        """Its bootstrap server says something else than before: ask that at the next look."""
+        self._restarted = True
 
     def forget(self) -> None:
         """Ask it again; what is known holds while it does not answer."""
@@ -161,12 +166,14 @@ class Identification:
 
     def _may_have_restarted(self) -> bool:
         """Unseen, between two probes. Only Mooncake's decode workers hang on it; others fail, which is reported."""
-        return bootstrap.is_mooncake(self._worker) and time.monotonic() - self._bootstrap_at >= self._pace.doubt
+        long_ago = time.monotonic() - self._bootstrap_at >= self._pace.doubt
+        return bootstrap.is_mooncake(self._worker) and (self._restarted or long_ago)
 
     async def _look_at_bootstrap(self, within: float) -> None:
         """Before requests come: a decode that is told a former engine id does not get the cache."""
         self.tries += 1
         self._bootstrap_at = time.monotonic()
+        self._restarted = False
         found = await bootstrap.look(
             self._client, self._worker, self.spec.kv.engine_id, ip=self._line.ip or "", within=within
         )

@@ -26,7 +26,7 @@ class Line:
 
     async def get(self, path: str, within: float) -> Answer:
         """``GET path``."""
-        return await self._client.get(self._worker, path, within=within, ip=self._known_ip())
+        return await self._client.get_often(self._worker, path, within=within, ip=self._known_ip())
 
     async def post(self, path: str, body: object, within: float, headers: Mapping[str, str] = _NONE) -> Answer:
         """``POST path`` with ``body`` as JSON."""

@@ -7,9 +7,8 @@ import logging
 import math
 import secrets
 import time
-from contextlib import suppress
 
-from extproc.workers import bootstrap, ranks
+from extproc.workers import ranks
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import NoAnswerError, UnreachableError, WorkerClient
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
@@ -20,6 +19,7 @@ from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.rank_life import RankLife, rank_life
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
+from extproc.workers.rounds import Rounds
 from extproc.workers.signs_of_life import sign_of_life
 from extproc.workers.wedged_ranks import WedgedRanks
 from extproc.workers.worker import Status, Worker
@@ -45,6 +45,7 @@ class Watch:
         pace: Pace,
         gate: asyncio.Semaphore,
         refresh: MooncakeRefresh,
+        rounds: Rounds,
         *,
         token_reuse: bool,
     ) -> None:
@@ -54,6 +55,7 @@ class Watch:
         self._settings = settings
         self._pace = pace
         self._gate = gate
+        self._rounds = rounds
         self._line = line = Line(worker, client)
         self._identity = Identification(worker, registry, client, line, pace, refresh, token_reuse=token_reuse)
         self._wedged_ranks = WedgedRanks(worker, registry, self._life_of)
@@ -118,6 +120,11 @@ class Watch:
             self._bring_forward()
         elif self._settings.enabled:
             self._bring_forward()
+
+    def report_restart(self) -> None:
+        """Its bootstrap server says something else than before: look at the worker, and at that, before long."""
+        self._identity.restarted()
+        self._bring_forward()
 
     def look_again(self) -> None:
         """Somebody else has seen trouble: bring the next probe forward."""
@@ -279,8 +286,6 @@ class Watch:
             return self._backoff(self._identity.tries)
         if self._wedged_ranks.any_held:
             return self._backoff(self._rank_tries)
-        if bootstrap.is_mooncake(self._worker):
-            return min(settings.interval, pace.restart)
         return settings.interval if settings.enabled else math.inf
 
     def _backoff(self, tries: int) -> float:
@@ -292,6 +297,9 @@ class Watch:
     async def _rest(self, seconds: float) -> None:
         self._wake.clear()
         if seconds > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if seconds == math.inf else seconds):
-                    await self._wake.wait()
+            cancel = None if seconds == math.inf else self._rounds.call_later(seconds, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                if cancel is not None:
+                    cancel()
