@@ -7,24 +7,21 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 
 from extproc.workers import bootstrap, ranks
 from extproc.workers.addresses import EndpointTakenError
-from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.client import NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.contact import Contact
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
-from extproc.workers.identify import doubts, identify
+from extproc.workers.identify import doubts
 from extproc.workers.metadata import MetadataError, MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
-from extproc.workers.signs_of_life import sign_of_life
 from extproc.workers.worker import Status, Worker
 
 _RANDOM = secrets.SystemRandom()
-_NONE: Mapping[str, str] = MappingProxyType({})
 _logger = logging.getLogger(__name__)
 
 
@@ -33,31 +30,32 @@ class Watch:
 
     Args:
         worker: the server's entry; of several ranks the first one's.
+        contact: asks it.
+        client: asks what is beside it.
     """
 
     def __init__(
         self,
         worker: Worker,
         registry: Registry,
+        contact: Contact,
         client: WorkerClient,
         resolver: Resolver,
         settings: HealthSettings,
         pace: Pace,
         gate: asyncio.Semaphore,
         refresh: MooncakeRefresh,
-        *,
-        token_reuse: bool,
     ) -> None:
         self._worker = worker
         self._spec = registry.spec(worker)
         self._registry = registry
+        self._contact = contact
         self._client = client
         self._resolver = resolver
         self._settings = settings
         self._pace = pace
         self._gate = gate
         self._refresh = refresh
-        self._token_reuse = token_reuse
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
         # Where it is.
@@ -139,7 +137,7 @@ class Watch:
         if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
             return
         answers = ranks.answers(self._worker)
-        missing = await self._sign_of_life(self._settings.wedge)
+        missing = await self._contact.sign_of_life(ip=self._ip, within=self._settings.wedge)
         if missing and ranks.answers(self._worker) == answers and self._state.status is Status.READY:
             self._wedged = True
             self._drop(f"wedged: {ranks.load(self._worker)} legs under way, no answer; {missing}")
@@ -238,11 +236,9 @@ class Watch:
 
     async def _probe(self) -> None:
         assert self._ip is not None
-        settings = self._settings
-        status = await self._client.probe(self._worker, settings.endpoint, within=settings.timeout, ip=self._ip)
-        if not 200 <= status < 300:
-            raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
-        if self._wedged and (missing := await self._sign_of_life(settings.timeout)):
+        contact, within = self._contact, self._settings.timeout
+        await contact.probe(self._settings.endpoint, ip=self._ip, within=within)
+        if self._wedged and (missing := await contact.sign_of_life(ip=self._ip, within=within)):
             raise NoAnswerError(f"still wedged: {missing}")
 
     def _forget(self) -> None:
@@ -250,10 +246,10 @@ class Watch:
 
     async def _identify(self) -> None:
         """Ask the worker what it is. One that does not say serves anything, and is asked again."""
+        assert self._ip is not None
         self._identity_tries += 1
-        aware = self._registry.dp_aware
         try:
-            found = await identify(self._get, self._post, self._spec, token_reuse=self._token_reuse, dp_aware=aware)
+            found = await self._contact.identify(self._spec, ip=self._ip, within=self._settings.timeout)
         except MetadataError as error:
             self._identity_trouble = f"cannot learn what it serves: {error}"
             return
@@ -262,7 +258,7 @@ class Watch:
         self._identified_at = time.monotonic()
         self._identity_tries = 0
         self._registry.describe(self._worker, found)
-        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=aware)
+        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=self._registry.dp_aware)
 
     def _is_to_be_asked_again(self) -> bool:
         """After a restart that nobody noticed a server may have more ranks; fewer show by a refusal."""
@@ -276,8 +272,9 @@ class Watch:
         """Before requests come: a decode that is told a former engine id does not get the cache."""
         self._identity_tries += 1
         self._bootstrap_at = time.monotonic()
+        engine_id = self._worker.kv_engine_id or self._spec.kv.engine_id
         found = await bootstrap.look(
-            self._client, self._worker, self._spec.kv.engine_id, ip=self._ip or "", within=self._settings.timeout
+            self._client, self._worker, engine_id, ip=self._ip or "", within=self._settings.timeout
         )
         if self._settled and not found.settled:  # what is known holds until asking again has failed too
             self._settled = False
@@ -294,25 +291,6 @@ class Watch:
         if trouble and trouble != self._warned:
             _logger.warning(trouble, extra={"worker": str(self._worker.url)})
         self._warned = trouble
-
-    async def _get(self, path: str) -> Answer:
-        return await self._get_within(path, self._settings.timeout)
-
-    async def _get_within(self, path: str, within: float) -> Answer:
-        if self._ip is None:
-            raise UnreachableError("address not known")
-        return await self._client.get(self._worker, path, within=within, ip=self._ip)
-
-    async def _post(self, path: str, body: object, headers: Mapping[str, str] = _NONE) -> Answer:
-        return await self._post_within(path, body, self._settings.timeout, headers)
-
-    async def _post_within(self, path: str, body: object, within: float, headers: Mapping[str, str] = _NONE) -> Answer:
-        if self._ip is None:
-            raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=within, ip=self._ip, headers=headers)
-
-    async def _sign_of_life(self, within: float) -> str:
-        return await sign_of_life(self._get_within, self._post_within, self._worker, within)
 
     def _pause(self) -> float:
         """Seconds until the next look."""
