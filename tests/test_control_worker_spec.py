@@ -165,8 +165,8 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
             ),
         ),
         (
-            LEAST | {"url": "grpc://w:1"},
-            "Invalid value for field 'url': not a url - grpc:// workers are not served yet; use http:// or https://",
+            LEAST | {"url": "ipc://w"},
+            "Invalid value for field 'url': not a url - ipc:// workers are not served; expected one of http://",
         ),
         (
             LEAST | {"worker_type": "banana"},
@@ -179,12 +179,25 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         ),
         (LEAST | {"worker_type": "encode"}, "worker_type: `encode` is refused: encode workers are not served yet"),
         (
-            LEAST | {"connection_mode": "grpc"},
-            "connection_mode: `grpc` is refused: workers over gRPC are not served yet; use http",
+            LEAST | {"connection_mode": "zmq"},
+            "connection_mode: `zmq` is refused: workers over ZeroMQ are not served; expected http or grpc",
+        ),
+        (LEAST | {"connection_mode": "grpc"}, "connection_mode is grpc, but the URL's scheme is http"),
+        (
+            LEAST | {"url": "grpcs://w:1", "connection_mode": "http"},
+            "connection_mode is http, but the URL's scheme is grpcs",
+        ),
+        (
+            LEAST | {"runtime_type": "tokenspeed"},
+            "runtime_type is tokenspeed, which is reached over gRPC, but the scheme is http",
+        ),
+        (
+            LEAST | {"url": "grpc://w:1", "runtime_type": "tokenspeed", "kv_connector": "nixl"},
+            "kv_connector NixlConnector: TokenSpeed workers have none",
         ),
         (
             LEAST | {"runtime_type": "mlx"},
-            "runtime_type: `mlx` is refused: its handoff is not known; expected sglang or vllm",
+            "runtime_type: `mlx` is refused: its handoff is not known; expected sglang, vllm or tokenspeed",
         ),
         (LEAST | {"priority": "3"}, "Invalid JSON data: priority: expected a valid integer"),
         (LEAST | {"priority": True}, "Invalid JSON data: priority: expected a valid integer"),
@@ -230,7 +243,7 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         (LEAST | {"runtime": "trtllm"}, "runtime: `trtllm` is refused: "),
         (
             LEAST | {"runtime_type": "max"},
-            "Invalid JSON data: runtime_type: unknown variant 'max', expected one of 'unspecified', 'sglang' or 'vllm'",
+            "Invalid JSON data: runtime_type: unknown variant 'max', expected one of 'unspecified', 'sglang', 'vllm'",
         ),
         (LEAST | {"connection_mode": "tcp"}, "Invalid JSON data: connection_mode: unknown variant 'tcp', expected"),
         (LEAST | {"dp_rank": 1, "dp_size": 2}, "`dp_rank` is refused: ranks are not registered one by one"),

@@ -127,7 +127,7 @@ class WorkerInfo(_Exact):
     url: str
     models: list[Card] = []
     worker_type: _Role
-    connection_mode: Literal["http"]
+    connection_mode: Literal["http", "grpc"]
     runtime_type: str
     labels: dict[str, str] = {}
     priority: int

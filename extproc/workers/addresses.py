@@ -66,7 +66,7 @@ class Addresses:
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is; see Registry.place. Raises EndpointTakenError."""
         place = self._places.setdefault(worker.id, _Place(worker))
-        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.scheme == "https")
+        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.tls)
         if place.wanted == endpoint:
             return
         holder = self._holder(endpoint, place)

@@ -16,10 +16,14 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from extproc.workers.no_answer import NoAnswerError, UnreachableError
 from extproc.workers.one_request import BadAnswerError, ConnectionTimeoutError, Tls, Where
 from extproc.workers.probe import status_of
 from extproc.workers.quick_get import quick_get
+from extproc.workers.rpc.channels import Channels
 from extproc.workers.worker import Worker
+
+__all__ = ["Answer", "NoAnswerError", "UnreachableError", "WorkerClient"]
 
 _ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
 
@@ -38,25 +42,21 @@ class Answer:
         return 200 <= self.status < 300
 
 
-class NoAnswerError(Exception):
-    """The worker did not answer; the message says why."""
-
-
-class UnreachableError(NoAnswerError):
-    """There was no connection: refused, no route, reset before an answer, or TLS failed."""
-
-
 class WorkerClient:
     """HTTP/1.1 to workers, one connection per question: a probe that reuses a connection would not see a dead listener.
 
     ``tls`` is what ``https://`` workers are verified with; None is the system's trust store. A connection must be made
     within ``connect_limit`` seconds, by default Envoy's own limit for workers.
+
+    Attributes:
+        rpc: the same for workers over gRPC.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None, connect_limit: float = 2.0) -> None:
         self._tls = tls
         self._connect_limit = connect_limit
         self._session: aiohttp.ClientSession | None = None
+        self.rpc = Channels(tls, connect_limit)
 
     async def __aenter__(self) -> Self:
         return self
@@ -196,6 +196,7 @@ class WorkerClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        await self.rpc.close()
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -234,9 +235,11 @@ def _request_of(host: str, path: str, *more: str) -> bytes:
 
 
 def _ip_of(worker: Worker) -> str:
-    if worker.endpoint is None:
+    if worker.endpoint is not None:
+        return worker.endpoint.rpartition(":")[0].strip("[]")
+    if worker.ip is None:
         raise UnreachableError(f"worker {worker.url} has no address")
-    return worker.endpoint.rpartition(":")[0].strip("[]")
+    return worker.ip
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -8,6 +8,8 @@ from extproc.workers.metadata import Metadata
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import MOONCAKE, KvEngine, Role, Worker
 
+_GRPC_UNSERVED = "workers over gRPC are given no requests yet"
+
 
 def take_over(spec: WorkerSpec, worker: Worker) -> None:
     """Make the worker what its registration says, as if it had said nothing of itself yet."""
@@ -22,6 +24,8 @@ def take_over(spec: WorkerSpec, worker: Worker) -> None:
     worker.kv_role = spec.kv.role
     worker.enforces_handshake = spec.kv.enforces_handshake
     worker.runtime = registered_runtime(spec) or "sglang"
+    worker.kv_engine_id = ""
+    worker.unserved = _GRPC_UNSERVED if worker.url.is_grpc else ""
     worker.update_pairing()
     worker.kv_engines = named_engines(spec)
 
@@ -43,6 +47,8 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
 
     ``ranks_known``: how many data-parallel ranks it says it has counts more than what is registered.
     """
+    kv = spec.kv.or_else(found.kv)
+    worker.kv_connector, worker.kv_role, worker.kv_engine_id = kv.connector, kv.role, found.kv.engine_id
     layout = found.layout if worker.kv_connector in BY_FIELDS else {}
     worker.labels = {**found.labels, **layout, **spec.labels}
     if ranks_known and found.dp_size is not None:

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from extproc.workers.client import WorkerClient
+from extproc.workers.contact import Contact, HttpContact
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Change, Registry
 from extproc.workers.resolver import Resolver
 from extproc.workers.restarts import Restarts
 from extproc.workers.rounds import Rounds
+from extproc.workers.rpc.contact import GrpcContact
 from extproc.workers.stalls import Stalls
 from extproc.workers.watch import Watch
 from extproc.workers.worker import Status, Worker
@@ -132,6 +134,8 @@ class Monitor:
                 self._watch(worker)
         elif worker.status is Status.DRAINING:
             self._forget(worker.id)
+            if change is Change.REMOVED:
+                self._client.rpc.forget(worker)
         elif change is Change.SPEC and worker.server is worker:
             self._respecified(worker)
 
@@ -142,6 +146,7 @@ class Monitor:
         watch = Watch(
             worker,
             self._registry,
+            self._contact(worker),
             self._client,
             self._resolver,
             settings,
@@ -149,10 +154,14 @@ class Monitor:
             self._gate,
             self._refresh,
             self._rounds,
-            token_reuse=self._token_reuse,
         )
         self._watches[worker.id] = watch
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(watch.run(), name=f"watch-{worker.id}")
+
+    def _contact(self, worker: Worker) -> Contact:
+        if worker.url.is_grpc:
+            return GrpcContact(worker, self._client.rpc)
+        return HttpContact(worker, self._client, token_reuse=self._token_reuse, dp_aware=self._registry.dp_aware)
 
     def _respecified(self, worker: Worker) -> None:
         """The worker's registration is another: one that has to join (again) is watched from the beginning."""

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final
 
 from extproc.workers import bootstrap
-from extproc.workers.client import Answer, WorkerClient
+from extproc.workers.client import WorkerClient
+from extproc.workers.contact import Contact
 from extproc.workers.health_state import Pace
-from extproc.workers.identify import doubts, identify, unidentified
-from extproc.workers.line import Line
+from extproc.workers.identify import doubts, unidentified
 from extproc.workers.metadata import Metadata
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Worker
-
-_NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class UnidentifiedError(Exception):
@@ -30,8 +25,7 @@ class Identification:
 
     Args:
         worker: the server's entry; of several ranks the first one's.
-        line: the way to it.
-        token_reuse: see :class:`~extproc.workers.health.Monitor`.
+        contact: the way to it.
 
     Attributes:
         spec: its registration.
@@ -44,21 +38,18 @@ class Identification:
         self,
         worker: Worker,
         registry: Registry,
+        contact: Contact,
         client: WorkerClient,
-        line: Line,
         pace: Pace,
         refresh: MooncakeRefresh,
-        *,
-        token_reuse: bool,
     ) -> None:
         self._worker = worker
         self.spec = registry.spec(worker)
         self._registry = registry
+        self._contact = contact
         self._client = client
-        self._line = line
         self._pace = pace
         self._refresh = refresh
-        self._token_reuse = token_reuse
         self.tries = 0
         self.identified_at = -math.inf
         self._identified = False  # it need not be asked
@@ -117,34 +108,26 @@ class Identification:
             self._doubted = False
             self.forget()
 
-    async def learn(self, within: float) -> None:
-        """Ask what is to be asked; each answer must come ``within`` so many seconds.
+    async def learn(self, ip: str, within: float) -> None:
+        """Ask what is to be asked at ``ip``; each answer must come ``within`` so many seconds.
 
         Raises:
             UnidentifiedError: see there.
             MismatchError: it is not what it is registered as.
         """
         if not self._identified:
-            await self._identify(within)
+            await self._identify(ip, within)
         if not self._settled or self._may_have_restarted():
-            await self._look_at_bootstrap(within)
-        await self._refresh.settle(self._worker, self._line.ip)
+            await self._look_at_bootstrap(ip, within)
+        await self._refresh.settle(self._worker, ip)
 
-    async def _identify(self, within: float) -> None:
+    async def _identify(self, ip: str, within: float) -> None:
         """Ask the worker what it is, and again later where it did not tell all of it.
 
         What is known holds while a worker that has not been out gives no good answer: it may be busy.
         """
         self.tries += 1
-
-        async def get(path: str) -> Answer:
-            return await self._line.get(path, within)
-
-        async def post(path: str, body: object, headers: Mapping[str, str] = _NONE) -> Answer:
-            return await self._line.post(path, body, within, headers)
-
-        aware = self._registry.dp_aware
-        found = await identify(get, post, self.spec, token_reuse=self._token_reuse, dp_aware=aware)
+        found = await self._contact.identify(self.spec, ip=ip, within=within)
         known = self._known and bool(self._worker.model_ids)
         if known and found.failed and not found.locked:
             self._identity_trouble = f"does not say again what it is: {'; '.join(found.failed)}"
@@ -169,14 +152,13 @@ class Identification:
         long_ago = time.monotonic() - self._bootstrap_at >= self._pace.doubt
         return bootstrap.is_mooncake(self._worker) and (self._restarted or long_ago)
 
-    async def _look_at_bootstrap(self, within: float) -> None:
+    async def _look_at_bootstrap(self, ip: str, within: float) -> None:
         """Before requests come: a decode that is told a former engine id does not get the cache."""
         self.tries += 1
         self._bootstrap_at = time.monotonic()
         self._restarted = False
-        found = await bootstrap.look(
-            self._client, self._worker, self.spec.kv.engine_id, ip=self._line.ip or "", within=within
-        )
+        engine_id = self._worker.kv_engine_id or self.spec.kv.engine_id
+        found = await bootstrap.look(self._client, self._worker, engine_id, ip=ip, within=within)
         if self._settled and not found.settled:  # what is known holds until asking again has failed too
             self._settled = False
             return

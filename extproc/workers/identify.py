@@ -79,8 +79,11 @@ def doubts(worker: Worker, spec: WorkerSpec, found: Metadata, *, dp_aware: bool)
 
 
 def _contradiction(worker: Worker, spec: WorkerSpec, found: Metadata) -> str:
-    if worker.runtime == "vllm" and (doubt := connectors.doubt(worker.kv_connector)):
+    if worker.runtime == "vllm" and (doubt := connectors.doubt(worker.kv_connector, asked=worker.url.is_grpc)):
         return doubt
+    named, told = spec.kv.engine_id, found.kv.engine_id
+    if spec.role is Role.PREFILL and named and told and named != told:
+        return f"registered with engine id {named}, but the server says {told}"
     registered, own = spec.bootstrap_port, found.bootstrap_port
     if spec.role is Role.PREFILL and registered is not None and own is not None and registered != own:
         return f"registered with bootstrap port {registered}, but the server says {own}"

@@ -15,6 +15,8 @@ import orjson
 
 from extproc.workers import vllm_cache
 from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.connectors import MULTI, refusal
+from extproc.workers.kv_config import WRONG_WAY, KvConfig
 from extproc.workers.worker import Role
 
 _SERVER_LABELS = (
@@ -44,6 +46,7 @@ _MODEL_LABELS = (
 )
 # ``owned_by`` of /v1/models entries -> runtime
 _OWNERS = {"sglang": "sglang", "nvidia": "sglang", "vllm": "vllm"}
+_WITHOUT_CONNECTORS = {"sglang": "SGLang", "tokenspeed": "TokenSpeed"}
 _NOT_DISAGGREGATED = "null"  # what SGLang says of a server started without --disaggregation-mode
 _MODELS = "/v1/models"
 _ABSENT = (404, 405, 501)
@@ -86,6 +89,8 @@ class Metadata:
     failed: tuple[str, ...] = ()
     busy: bool = False
     locked: bool = False
+    # vLLM's connector, role and engine id, which are told over gRPC only.
+    kv: KvConfig = field(default_factory=KvConfig)
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
@@ -104,13 +109,15 @@ async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
             return questions.seen(_of_vllm(models, version, layout))
     server = await questions.put("/server_info", "/get_server_info")
     model = await questions.put("/model_info", "/get_model_info")
-    return questions.seen(_assemble(models, server, model, runtime or ("sglang" if server or model else None)))
+    return questions.seen(assemble(models, server, model, runtime or ("sglang" if server or model else None)))
 
 
 def check_kind(role: Role, connector: str, found: Metadata) -> None:
     """Raise MismatchError when a worker of this kind cannot do what ``role`` asks of it, or has no ``connector``."""
-    if connector and found.runtime == "sglang":
-        raise MismatchError(f"registered with kv_connector {connector}, but the server is SGLang, which has none")
+    if connector and found.runtime in _WITHOUT_CONNECTORS:
+        engine = _WITHOUT_CONNECTORS[found.runtime]
+        raise MismatchError(f"registered with kv_connector {connector}, but the server is {engine}, which has none")
+    _check_connector(role, connector, found.kv)
     mode = found.disaggregation_mode
     if mode is None:
         return
@@ -121,6 +128,16 @@ def check_kind(role: Role, connector: str, found: Metadata) -> None:
             )
     elif mode != role.value:
         raise MismatchError(f"registered as {role.value}, but the server's disaggregation_mode is {mode}")
+
+
+def _check_connector(role: Role, connector: str, own: KvConfig) -> None:
+    """The same, of what vLLM says of its connector; a MultiConnector does not say which of several moves the cache."""
+    if connector and own.connector not in ("", MULTI, connector):
+        raise MismatchError(f"registered with kv_connector {connector}, but the server says {own.connector}")
+    if reason := refusal(own.connector):
+        raise MismatchError(reason)
+    if (role, own.role) in WRONG_WAY:
+        raise MismatchError(f"registered as {role.value}, but the server's kv_role is {own.role}")
 
 
 class _Questions:
@@ -200,7 +217,7 @@ def _of_vllm(
     said = {"served_model_name": first.get("id"), "model_path": first.get("root"), "version": version.get("version")}
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in models)),
-        cards=tuple(_card(entry, {"is_generation": True}) for entry in models),
+        cards=tuple(card_of(entry, {"is_generation": True}) for entry in models),
         labels=_labels(said, tuple(said)) | _labels(first, ("max_model_len",)),
         layout=layout,
         runtime="vllm",
@@ -208,12 +225,13 @@ def _of_vllm(
     )
 
 
-def _assemble(
+def assemble(
     models: Sequence[Mapping[str, object]],
     server: Mapping[str, object],
     model: Mapping[str, object],
     runtime: str | None,
 ) -> Metadata:
+    """What SGLang, or an engine that speaks as it does, says: entries of its models, its settings, its model."""
     labels = {
         **_labels(model, _MODEL_LABELS),
         **_labels(server, _SERVER_LABELS),
@@ -227,7 +245,7 @@ def _assemble(
     ranks = server.get("dp_size")
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in entries)),
-        cards=tuple(_card(entry, model) for entry in entries),
+        cards=tuple(card_of(entry, model) for entry in entries),
         labels=labels,
         runtime=runtime,
         disaggregation_mode=mode if isinstance(mode, str) and mode else None,
@@ -251,15 +269,16 @@ def _layout(server: Mapping[str, object]) -> dict[str, str]:
 
 
 def _labels(source: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
-    return {name: _label(source[name]) for name in names if source.get(name) is not None}
+    return {name: label_text(source[name]) for name in names if source.get(name) is not None}
 
 
-def _label(value: object) -> str:
+def label_text(value: object) -> str:
     """A label's text: strings as they are, everything else as JSON."""
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _card(entry: Mapping[str, object], model: Mapping[str, object]) -> Mapping[str, object]:
+def card_of(entry: Mapping[str, object], model: Mapping[str, object]) -> Mapping[str, object]:
+    """The card of one entry of a worker's models; ``model``: what it says of the model itself."""
     card: dict[str, object] = {"id": entry["id"]}
     if model.get("is_generation"):
         card["model_type"] = list(_GENERATES)

@@ -35,20 +35,19 @@ _FIELDS: Final = {
     "resilience.max_backoff_ms": f"{_RETRY}; use --retry-max-backoff-ms",
     "resilience.max_retries": f"{_RETRY}; use --retry-max-retries",
     "resilience.retryable_status_codes": f"{_RETRY}; which answers lead to another one is fixed",
-    "zmq_handshake_address": "workers are reached over HTTP",
+    "zmq_handshake_address": "workers are reached over HTTP or gRPC",
 }
 
 # Field -> value -> why.
-_GRPC: Final = "workers over gRPC are not served yet; use http"
-_ENGINE: Final = "its handoff is not known; expected sglang or vllm"
+_ENGINE: Final = "its handoff is not known; expected sglang, vllm or tokenspeed"
 _VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "worker_type": {
         "regular": "regular workers are not served yet; expected prefill or decode",
         "encode": f"{_ENCODE}; expected prefill or decode",
     },
-    "connection_mode": {"grpc": _GRPC, "zmq": "workers over ZeroMQ are not served; use http"},
-    "runtime_type": dict.fromkeys(("trtllm", "mlx", "tokenspeed", "generic", "external"), _ENGINE),
-    "runtime": dict.fromkeys(("trtllm", "mlx", "tokenspeed", "generic", "external"), _ENGINE),
+    "connection_mode": {"zmq": "workers over ZeroMQ are not served; expected http or grpc"},
+    "runtime_type": dict.fromkeys(("trtllm", "mlx", "generic", "external"), _ENGINE),
+    "runtime": dict.fromkeys(("trtllm", "mlx", "generic", "external"), _ENGINE),
 }
 
 # Objects of which nothing else is known than what is refused.

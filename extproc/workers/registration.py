@@ -22,6 +22,7 @@ from extproc.workers.worker import Role, WorkerUrl
 _LIFTED = ("kv_connector", "kv_role", "kv_engine_id", "bootstrap_port")
 _RANKS = "dp_size"  # a field that means the label of the same name
 _KV = ("kv_connector", "kv_role", "kv_engine_id")
+_WITHOUT_CONNECTORS: Mapping[str, str] = {"sglang": "SGLang", "tokenspeed": "TokenSpeed"}
 _GROUPS: Mapping[str, type[BaseModel]] = {
     "health": form.Health,
     "resilience": form.Resilience,
@@ -170,13 +171,22 @@ def _spec(body: form.Body) -> WorkerSpec:
     role = Role(body.worker_type)
     named = KvConfig(body.kv_connector or "", body.kv_role or "", body.kv_engine_id or "")
     kv = kv_config(role, named, body.kv_transfer_config)
-    if kv.connector and body.runtime_type == "sglang":
-        raise RegistrationError(f"kv_connector {kv.connector}: SGLang workers have none")
+    if kv.connector and body.runtime_type in _WITHOUT_CONNECTORS:
+        raise RegistrationError(
+            f"kv_connector {kv.connector}: {_WITHOUT_CONNECTORS[body.runtime_type]} workers have none"
+        )
+    url = WorkerUrl.parse(body.url)
+    if body.connection_mode not in (None, url.connection_mode):
+        raise RegistrationError(f"connection_mode is {body.connection_mode}, but the URL's scheme is {url.scheme}")
+    if body.runtime_type == "tokenspeed" and not url.is_grpc:
+        raise RegistrationError(
+            f"runtime_type is tokenspeed, which is reached over gRPC, but the scheme is {url.scheme}"
+        )
     resilience = body.resilience.model_dump()
     if (codes := resilience["capacity_status_codes"]) is not None:
         resilience["capacity_status_codes"] = tuple(codes)
     return WorkerSpec(
-        url=WorkerUrl.parse(body.url),
+        url=url,
         role=role,
         cards=tuple(card.model_dump() for card in body.models),
         bootstrap_port=body.bootstrap_port,

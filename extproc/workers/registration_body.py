@@ -65,7 +65,7 @@ class Overload(Strict):
 
 
 # For readers of the schema; WorkerUrl.parse says more precisely what is wrong.
-_URL = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?$"
+_URL = r"^(https?|grpcs?)://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?$"
 
 
 class Body(Strict):
@@ -73,9 +73,12 @@ class Body(Strict):
 
     url: Annotated[str, Field(examples=["http://prefill:8000"], json_schema_extra={"pattern": _URL})]
     worker_type: Literal["prefill", "decode"]
-    connection_mode: Literal["http"] = "http"
+    connection_mode: Annotated[
+        Literal["http", "grpc"] | None, Field(description="as the URL's scheme says; another one is refused")
+    ] = None
     runtime_type: Annotated[
-        Literal["unspecified", "sglang", "vllm"], Field(validation_alias=AliasChoices("runtime_type", "runtime"))
+        Literal["unspecified", "sglang", "vllm", "tokenspeed"],
+        Field(validation_alias=AliasChoices("runtime_type", "runtime")),
     ] = "unspecified"
     models: list[Card] = Field(default_factory=list)
     labels: dict[str, str] = Field(default_factory=dict)

@@ -109,6 +109,8 @@ class Registry:
 
     def trouble(self, worker: Worker) -> str:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
+        if worker.unserved and worker.status is Status.READY:
+            return "; ".join(filter(None, (worker.reason, worker.unserved)))
         if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
             circuit = worker.breaker.explain() if worker.status is Status.READY else ""
             alone = self.pairs(None).why_alone(worker) if worker.usable else ""
@@ -255,11 +257,15 @@ class Registry:
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
 
-        Raises EndpointTakenError when another worker of the role is there; this worker is then nowhere.
+        Of a gRPC server it is not told. Raises EndpointTakenError when another worker of the role is there; this
+        worker is then nowhere.
         """
         registered = worker.id in self._records and worker.status is not Status.DRAINING
         worker = worker.server
-        if registered and worker.role in (Role.PREFILL, Role.DECODE):
+        for entry in ranks.entries(worker) if registered else ():
+            entry.ip = ip
+        # Envoy's clusters of workers speak HTTP/1.
+        if registered and worker.role in (Role.PREFILL, Role.DECODE) and not worker.url.is_grpc:
             self._addresses.place(worker, ip)
 
     # -- inside ---------------------------------------------------------------------------------------------------

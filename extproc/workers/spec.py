@@ -53,8 +53,8 @@ class WorkerSpec:
     priority: int = 50
     cost: float = 1.0
     labels: Mapping[str, str] = field(default_factory=dict)  # win over discovered labels of the same name
-    runtime: str | None = None  # sglang or vllm; None: find out
-    kv: KvConfig = field(default_factory=KvConfig)  # vLLM's HTTP server does not tell its connector
+    runtime: str | None = None  # sglang, vllm or tokenspeed; None: find out
+    kv: KvConfig = field(default_factory=KvConfig)  # vLLM's HTTP server does not tell its connector, the gRPC one does
     engine_id_named: bool = False  # given by itself, not as one of many things in the engine's own configuration
     health: HealthOverrides = HealthOverrides()
     resilience: Resilience = Resilience()

@@ -11,16 +11,15 @@ import time
 from extproc.workers import ranks
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.client import NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.contact import Contact
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
 from extproc.workers.identification import Identification, UnidentifiedError
-from extproc.workers.line import Line
 from extproc.workers.metadata import MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
-from extproc.workers.rank_life import RankLife, rank_life
+from extproc.workers.rank_life import RankLife
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
 from extproc.workers.rounds import Rounds
-from extproc.workers.signs_of_life import sign_of_life
 from extproc.workers.wedged_ranks import WedgedRanks
 from extproc.workers.worker import Status, Worker
 
@@ -33,12 +32,15 @@ class Watch:
 
     Args:
         worker: the server's entry; of several ranks the first one's.
+        contact: asks it.
+        client: asks what is beside it.
     """
 
     def __init__(
         self,
         worker: Worker,
         registry: Registry,
+        contact: Contact,
         client: WorkerClient,
         resolver: Resolver,
         settings: HealthSettings,
@@ -46,22 +48,21 @@ class Watch:
         gate: asyncio.Semaphore,
         refresh: MooncakeRefresh,
         rounds: Rounds,
-        *,
-        token_reuse: bool,
     ) -> None:
         self._worker = worker
         self._registry = registry
+        self._contact = contact
         self._resolver = resolver
         self._settings = settings
         self._pace = pace
         self._gate = gate
         self._rounds = rounds
-        self._line = line = Line(worker, client)
-        self._identity = Identification(worker, registry, client, line, pace, refresh, token_reuse=token_reuse)
+        self._identity = Identification(worker, registry, contact, client, pace, refresh)
         self._wedged_ranks = WedgedRanks(worker, registry, self._life_of)
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
         # Where it is.
+        self._ip: str | None = None
         self._lookup_trouble = ""
         self._taken = ""
         self._resolve_at = 0.0
@@ -133,10 +134,10 @@ class Watch:
 
     async def ask_for_life(self) -> None:
         """No leg is answered: ask the engine for a sign of life, and take the worker out if there is none."""
-        if not self._settings.enabled or self._line.ip is None or self._state.status is not Status.READY:
+        if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
             return
         answers = ranks.answers(self._worker)
-        missing = await self._sign_of_life(self._settings.wedge)
+        missing = await self._contact.sign_of_life(ip=self._ip, within=self._settings.wedge)
         if missing and self._worker.ranks and await self._wedged_ranks.any_lives(self._settings.wedge):
             return  # it met one that hangs; which of them do is asked of each
         if missing and ranks.answers(self._worker) == answers and self._state.status is Status.READY:
@@ -145,7 +146,7 @@ class Watch:
 
     async def ask_rank_for_life(self, rank: Worker) -> None:
         """No leg of one of several ranks is answered: the same for it alone."""
-        if self._settings.enabled and self._line.ip is not None and self._state.status is Status.READY:
+        if self._settings.enabled and self._ip is not None and self._state.status is Status.READY:
             await self._wedged_ranks.look_at(rank, self._settings.wedge)
             if self._wedged_ranks.any_held:
                 self._bring_forward()
@@ -181,17 +182,17 @@ class Watch:
             self._wake.set()
 
     async def _locate(self) -> None:
-        url, before = self._worker.url, self._line.ip
+        url, before = self._worker.url, self._ip
         self._lookup_trouble = self._taken = ""
         try:
             rejected = self._refused and self._state.status is not Status.READY
-            self._line.ip = await self._resolver.resolve(url.host, url.port, before, avoid=rejected)
-            self._registry.place(self._worker, self._line.ip)
+            self._ip = await self._resolver.resolve(url.host, url.port, before, avoid=rejected)
+            self._registry.place(self._worker, self._ip)
         except ResolveError as error:
             self._lookup_trouble = f"{error}; keeping {before}" if before else str(error)
         except EndpointTakenError as error:
             self._taken = str(error)
-        if self._line.ip != before:
+        if self._ip != before:
             self._identity.lose()
             self._probe_at = time.monotonic()
         fixed = literal(url.host) is not None and not self._taken
@@ -206,7 +207,7 @@ class Watch:
         await self._let_ranks_in()
         self._probed_at = time.monotonic()
         self._probe_at = self._probed_at + self._jittered(self._pause())
-        if self._refused or self._taken or self._line.ip is None:
+        if self._refused or self._taken or self._ip is None:
             self._resolve_at = min(self._resolve_at, self._probe_at)
 
     async def _examine(self) -> str:
@@ -214,7 +215,7 @@ class Watch:
         if self._taken:
             self._state.unfit()
             return self._taken
-        if self._line.ip is None:
+        if self._ip is None:
             self._state.failed()
             return self._lookup_trouble
         try:
@@ -222,7 +223,7 @@ class Watch:
                 await self._probe()
             self._refused = False
             self._refusals = 0
-            await self._identity.learn(self._settings.timeout)
+            await self._identity.learn(self._ip, self._settings.timeout)
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
             self._identity.forget()
@@ -244,11 +245,10 @@ class Watch:
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
-        settings = self._settings
-        status = await self._line.probe(settings.endpoint, settings.timeout)
-        if not 200 <= status < 300:
-            raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
-        if self._wedged and (missing := await self._sign_of_life(settings.timeout)):
+        assert self._ip is not None
+        contact, within = self._contact, self._settings.timeout
+        await contact.probe(self._settings.endpoint, ip=self._ip, within=within)
+        if self._wedged and (missing := await contact.sign_of_life(ip=self._ip, within=within)):
             raise NoAnswerError(f"still wedged: {missing}")
 
     def _warn(self, trouble: str) -> None:
@@ -257,11 +257,10 @@ class Watch:
             _logger.warning(trouble, extra={"worker": str(self._worker.url)})
         self._warned = trouble
 
-    async def _sign_of_life(self, within: float) -> str:
-        return await sign_of_life(self._line.get, self._line.post, self._worker, within)
-
     async def _life_of(self, rank: Worker, within: float) -> RankLife:
-        return await rank_life(self._line.get, self._line.post, rank, within)
+        if self._ip is None:
+            return RankLife.UNKNOWN
+        return await self._contact.life_of(rank, ip=self._ip, within=within)
 
     async def _let_ranks_in(self) -> None:
         """After each good probe those that hang are asked for a sign of life, less and less often."""
