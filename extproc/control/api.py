@@ -63,7 +63,7 @@ class ControlApi:
             client_max_size=_LARGEST_BODY,
         )
         app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}).routes())
-        app.add_routes(WorkerRoutes(registry).routes())
+        app.add_routes(WorkerRoutes(registry, model_aliases or {}).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
         app.add_routes(LoadRoutes(registry).routes())
         app.add_routes(FleetRoutes(registry, client).routes())

@@ -104,19 +104,22 @@ class WorkerClient:
         return await self._ask_worker(worker, "POST", path, own, orjson.dumps(body), within, ip)
 
     async def get_beside(self, worker: Worker, port: int, path: str, *, within: float, ip: str | None = None) -> Answer:
-        """``GET path`` of another server on the worker's host: plain HTTP, and not shown the worker's key.
+        """``GET path`` of another server on the worker's bootstrap host: plain HTTP, and not shown the worker's key.
 
-        Else as :meth:`get`.
+        ``ip`` is where the host of the worker's URL is. Else as :meth:`get`.
         """
-        headers = {"host": f"{worker.url.bracketed_host}:{port}"}
-        base = URL.build(scheme="http", host=ip or _ip_of(worker), port=port)
+        headers = {"host": f"{worker.bootstrap_host}:{port}"}
+        base = URL.build(scheme="http", host=_beside(worker, ip), port=port)
         return await self._ask("GET", base, path, headers, None, within)
 
     async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
-        """Whether anything listens on another port of the worker's host; raises UnreachableError when nothing does."""
+        """Whether anything listens on a port of the worker's bootstrap host; raises UnreachableError when nothing does.
+
+        ``ip`` is where the host of the worker's URL is.
+        """
         try:
             async with asyncio.timeout(self._connect_limit):
-                _, writer = await asyncio.open_connection(ip or _ip_of(worker), port)
+                _, writer = await asyncio.open_connection(_beside(worker, ip), port)
         except TimeoutError:
             raise UnreachableError(f"no connection within {self._connect_limit:g} s") from None
         except OSError as error:
@@ -227,6 +230,13 @@ def _ip_of(worker: Worker) -> str:
     if worker.endpoint is None:
         raise UnreachableError(f"worker {worker.url} has no address")
     return worker.endpoint.rpartition(":")[0].strip("[]")
+
+
+def _beside(worker: Worker, ip: str | None) -> str:
+    """Where the worker's bootstrap server is: at ``ip`` too, unless it was registered with a host of its own."""
+    if worker.bootstrap_host != worker.url.bracketed_host:
+        return worker.bootstrap_host.strip("[]")
+    return ip or _ip_of(worker)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -51,7 +51,8 @@ def doubts(worker: Worker, spec: WorkerSpec, found: Metadata, *, dp_aware: bool)
 
 
 def _contradiction(worker: Worker, spec: WorkerSpec, found: Metadata) -> str:
-    if worker.runtime == "vllm" and (doubt := connectors.doubt(worker.kv_connector)):
+    in_pairs = spec.role in (Role.PREFILL, Role.DECODE)
+    if in_pairs and worker.runtime == "vllm" and (doubt := connectors.doubt(worker.kv_connector)):
         return doubt
     registered, own = spec.bootstrap_port, found.bootstrap_port
     if spec.role is Role.PREFILL and registered is not None and own is not None and registered != own:

@@ -128,6 +128,7 @@ class Worker:
     role: Role
     model_ids: tuple[str, ...] = ()  # empty: serves any model (identity not known)
     bootstrap_port: int | None = None
+    bootstrap_host: str = ""  # where that port is, IPv6 in brackets: the URL's host unless registered
     api_key: str | None = field(default=None, repr=False)
     priority: int = 50
     cost: float = 1.0
@@ -155,6 +156,7 @@ class Worker:
     answers: int = 0  # that legs had of it, whatever they say: whether it still gives any
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
+    unserved: str = ""  # why it is given no requests however healthy it is; for people. Envoy is not told of it
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()
     # The entries of its own ``/v1/models``, each with an ``id``.
@@ -171,6 +173,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.base_url = self.name = str(self.url)
+        self.bootstrap_host = self.bootstrap_host or self.url.bracketed_host
         self.update_pairing()
 
     def update_pairing(self) -> None:
@@ -214,7 +217,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         """May be given a request now."""
-        return self.status is Status.READY and self.endpoint is not None
+        return self.status is Status.READY and self.endpoint is not None and not self.unserved
 
     @property
     def sought(self) -> bool:
