@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from control_rig import running
 from fleet import SLOW, add_ready, engine, eventually, fleet, spec, until
 
-from extproc.control.api import ControlApi
-from extproc.workers.client import Answer
 from extproc.workers.metadata import Metadata, MismatchError, check_kind
 from extproc.workers.registration import registration
 from extproc.workers.worker import Role, Status
@@ -92,28 +88,17 @@ async def test_they_make_nothing_ready_and_serve_no_model(role: Role) -> None:
         assert [load["worker_type"] for load in loads] == [role.value, "prefill", "decode"]
 
 
-async def test_caches_of_all_workers_are_flushed() -> None:
-    asked: list[str] = []
-
-    class Client:
-        async def post(self, worker: Any, path: str, body: object, *, within: float) -> Any:  # noqa: ARG002
-            asked.append(f"{worker.role.value} {path}")
-            return Answer(404 if worker.role is Role.ENCODE else 200, "", b"")
-
-    async with running() as api:
-        for number, role in enumerate(UNSERVED):
-            api.registry.add(spec(role, f"http://10.0.0.{number}:1"))
-        flushing = ControlApi(api.registry, Client(), "127.0.0.1:0")  # type: ignore[arg-type]
-        await flushing.start()
-        try:
-            api.api, own = flushing, api.api
-            answer = await api.ask("POST", "/flush_cache")
-        finally:
-            api.api = own
-            await flushing.stop()
-    assert asked == ["regular /flush_cache", "encode /flush_cache"]
-    assert (answer.status, answer.json["workers_flushed"]) == (206, 1)
-    assert answer.json["failed"][0]["error"] == "POST /flush_cache: HTTP 404; this engine does not have it"
+async def test_they_are_told_to_flush_their_caches() -> None:
+    """At the host of their URL: Envoy does not know where they are."""
+    async with engine() as regular, engine() as encode, running() as api:
+        for role, server in ((Role.REGULAR, regular), (Role.ENCODE, encode)):
+            api.registry.add(spec(role, server.url.replace("127.0.0.1", "localhost")))
+        answer = await api.ask("POST", "/flush_cache")
+        assert [server.posts for server in (regular, encode)] == [[("/flush_cache", None)]] * 2
+        # As SGLang's encode server answers, which has no such path.
+        assert [failed["error"] for failed in answer.json["failed"]] == [
+            "POST /flush_cache: HTTP 404; this engine does not have it"
+        ] * 2
 
 
 @pytest.mark.parametrize("role", UNSERVED)

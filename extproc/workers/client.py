@@ -227,6 +227,8 @@ def _request(worker: Worker, path: str) -> bytes:
 
 
 def _ip_of(worker: Worker) -> str:
+    if worker.endpoint is None and worker.unserved:  # Envoy is not told where it is
+        return worker.url.host
     if worker.endpoint is None:
         raise UnreachableError(f"worker {worker.url} has no address")
     return worker.endpoint.rpartition(":")[0].strip("[]")
