@@ -51,6 +51,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
     optional: dict[str, object] = {
         "models": worker.cards,
         "labels": worker.labels,
+        "bootstrap_host": spec.bootstrap_host,
         "bootstrap_port": worker.bootstrap_port,
         "kv_connector": worker.kv_connector,
         "kv_role": worker.kv_role,
@@ -59,8 +60,13 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "resilience": said(spec.resilience),
         "overload": said(spec.overload),
         "load_monitor_interval_secs": spec.load_monitor_interval_secs,
+        "kv_block_size": spec.kv_block_size,
+        "http_pool": said(spec.http_pool),
+        "multimodal_tensor_transport": spec.multimodal_tensor_transport,
+        "multimodal_shm_min_bytes": spec.multimodal_shm_min_bytes,
         # Ours: the peer says nothing of why a worker is out.
         "status_reason": registry.trouble(worker),
+        "pd_pairing": pairing_key(worker) if worker.role in (Role.PREFILL, Role.DECODE) else "",
     }
     ranked = {"dp_base_url": worker.base_url, "dp_rank": worker.dp_rank, "dp_size": worker.dp_size}
     return {
@@ -79,7 +85,6 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "status": worker.status.value,
         "load": worker.load,
         "http2": worker.url.is_grpc,
-        "pd_pairing": pairing_key(worker),
     }
 
 

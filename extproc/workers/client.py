@@ -108,22 +108,25 @@ class WorkerClient:
         return await self._ask_worker(worker, "POST", path, own, orjson.dumps(body), within, ip)
 
     async def get_beside(self, worker: Worker, port: int, path: str, *, within: float, ip: str | None = None) -> Answer:
-        """``GET path`` of another server on the worker's host: plain HTTP, and not shown the worker's key.
+        """``GET path`` of another server on the worker's bootstrap host: plain HTTP, and not shown the worker's key.
 
-        Else as :meth:`get_often`.
+        ``ip`` is where the host of the worker's URL is. Else as :meth:`get_often`.
         """
-        request = _request_of(f"{worker.url.bracketed_host}:{port}", path)
+        request = _request_of(f"{worker.bootstrap_host}:{port}", path)
         with _told(path, within, self._connect_limit):
             async with asyncio.timeout(within):
-                where = Where(ip or _ip_of(worker), port, self._connect_limit, None)
+                where = Where(_beside(worker, ip), port, self._connect_limit, None)
                 status, body = await quick_get(where, request, most=_ANSWER_LIMIT)
         return Answer(status, "", body)
 
     async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
-        """Whether anything listens on another port of the worker's host; raises UnreachableError when nothing does."""
+        """Whether anything listens on a port of the worker's bootstrap host; raises UnreachableError when nothing does.
+
+        ``ip`` is where the host of the worker's URL is.
+        """
         try:
             async with asyncio.timeout(self._connect_limit):
-                _, writer = await asyncio.open_connection(ip or _ip_of(worker), port)
+                _, writer = await asyncio.open_connection(_beside(worker, ip), port)
         except TimeoutError:
             raise UnreachableError(f"no connection within {self._connect_limit:g} s") from None
         except OSError as error:
@@ -240,6 +243,13 @@ def _ip_of(worker: Worker) -> str:
     if worker.ip is None:
         raise UnreachableError(f"worker {worker.url} has no address")
     return worker.ip
+
+
+def _beside(worker: Worker, ip: str | None) -> str:
+    """Where the worker's bootstrap server is: at ``ip`` too, unless it was registered with a host of its own."""
+    if worker.bootstrap_host != worker.url.bracketed_host:
+        return worker.bootstrap_host.strip("[]")
+    return ip or _ip_of(worker)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

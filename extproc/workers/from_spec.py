@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from extproc.workers.connectors import BY_FIELDS
 from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import MOONCAKE, KvEngine, Role, Worker
-
-_GRPC_UNSERVED = "workers over gRPC are given no requests yet"
 
 
 def take_over(spec: WorkerSpec, worker: Worker) -> None:
@@ -16,16 +16,17 @@ def take_over(spec: WorkerSpec, worker: Worker) -> None:
     worker.model_ids = spec.model_ids
     worker.cards = spec.cards
     worker.bootstrap_port = spec.bootstrap_port
+    worker.bootstrap_host = spec.bootstrap_host or spec.url.bracketed_host
+    worker.unserved = spec.unserved
     worker.api_key = spec.api_key
     worker.priority = spec.priority
     worker.cost = spec.cost
-    worker.labels = dict(spec.labels)
+    worker.labels = _labels(spec, {})
     worker.kv_connector = spec.kv.connector
     worker.kv_role = spec.kv.role
     worker.enforces_handshake = spec.kv.enforces_handshake
     worker.runtime = registered_runtime(spec) or "sglang"
     worker.kv_engine_id = ""
-    worker.unserved = _GRPC_UNSERVED if worker.url.is_grpc else ""
     worker.update_pairing()
     worker.kv_engines = named_engines(spec)
 
@@ -50,7 +51,7 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
     kv = spec.kv.or_else(found.kv)
     worker.kv_connector, worker.kv_role, worker.kv_engine_id = kv.connector, kv.role, found.kv.engine_id
     layout = found.layout if worker.kv_connector in BY_FIELDS else {}
-    worker.labels = {**found.labels, **layout, **spec.labels}
+    worker.labels = _labels(spec, {**found.labels, **layout})
     if ranks_known and found.dp_size is not None:
         worker.labels["dp_size"] = str(found.dp_size)
     worker.runtime = spec.runtime or found.runtime or worker.runtime
@@ -62,3 +63,14 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
     if worker.role is Role.PREFILL and spec.bootstrap_port is None:
         worker.bootstrap_port = found.bootstrap_port
     worker.update_pairing()
+
+
+def _labels(spec: WorkerSpec, said: Mapping[str, str]) -> dict[str, str]:
+    """What is registered wins over what the engine has ``said``, but for a block size: that is a stopgap.
+
+    The peer has ``kv_block_size`` for its prefix cache, where a wrong one costs little; here it decides pairs.
+    """
+    labels = {**said, **spec.labels}
+    if spec.kv_block_size is not None and "page_size" not in labels:
+        labels.setdefault("block_size", str(spec.kv_block_size))
+    return labels

@@ -79,7 +79,9 @@ def doubts(worker: Worker, spec: WorkerSpec, found: Metadata, *, dp_aware: bool)
 
 
 def _contradiction(worker: Worker, spec: WorkerSpec, found: Metadata) -> str:
-    if worker.runtime == "vllm" and (doubt := connectors.doubt(worker.kv_connector, asked=worker.url.is_grpc)):
+    in_pairs = spec.role in (Role.PREFILL, Role.DECODE)
+    asked = worker.url.is_grpc
+    if in_pairs and worker.runtime == "vllm" and (doubt := connectors.doubt(worker.kv_connector, asked=asked)):
         return doubt
     named, told = spec.kv.engine_id, found.kv.engine_id
     if spec.role is Role.PREFILL and named and told and named != told:

@@ -109,12 +109,11 @@ class Registry:
 
     def trouble(self, worker: Worker) -> str:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
-        if worker.unserved and worker.status is Status.READY:
-            return "; ".join(filter(None, (worker.reason, worker.unserved)))
-        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
+        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None or worker.unserved:
             circuit = worker.breaker.explain() if worker.status is Status.READY else ""
             alone = self.pairs(None).why_alone(worker) if worker.usable else ""
-            return "; ".join(filter(None, (worker.reason, circuit, alone)))
+            unserved = worker.unserved if worker.status is Status.READY else ""
+            return "; ".join(filter(None, (worker.reason, unserved, circuit, alone)))
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
     def has_joined(self, worker: Worker) -> bool:
@@ -126,12 +125,13 @@ class Registry:
         return self._records[worker.id].replaced
 
     def models(self) -> tuple[str, ...]:
-        """Every model id that a registered worker, in whatever state, is known to serve."""
+        """Every model id that a registered worker, in whatever state, is known to serve, and may be asked for."""
         return tuple(self._index.models())
 
     def listed(self, model: str) -> Mapping[str, object]:
         """What the first worker that lists ``model`` in its own ``/v1/models`` says of it; empty when none does."""
-        entries = (entry for record in self._records.values() for entry in record.worker.listed)
+        workers = (record.worker for record in self._records.values() if not record.worker.unserved)
+        entries = (entry for worker in workers for entry in worker.listed)
         return next((entry for entry in entries if entry["id"] == model), {})
 
     def readiness(self) -> Readiness:
@@ -155,7 +155,10 @@ class Registry:
         record = Record.of(spec)
         worker = record.worker
         self.circuits.watch(worker, spec.resilience)
-        _logger.info("worker added", extra=named(worker))
+        if worker.unserved:
+            _logger.warning("worker added", extra=named(worker) | {"reason": worker.unserved})
+        else:
+            _logger.info("worker added", extra=named(worker))
         self._records[worker.id] = self._by_url[key] = record
         self._tell(worker, Change.ADDED)
         return worker
@@ -180,10 +183,14 @@ class Registry:
     def replace(self, worker: Worker, spec: WorkerSpec) -> None:
         """Register the worker anew under its id: it is PENDING until it has been found healthy and what it now is.
 
+        One that is READY, and of which nothing that matters for requests is another, stays so and is asked anew.
         Requests under way go on. ``spec`` is of the same URL and role. Not for one of several ranks. Raises
         WorkerLeavesError.
         """
         record = self._registered(worker)
+        if worker.status is Status.READY and spec.requested_as(record.spec):
+            self.change(worker, spec)
+            return
         record.replace(spec)
         self.circuits.change(worker, spec.resilience)
         self._set_status(record, Status.PENDING, "")

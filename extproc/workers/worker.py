@@ -146,6 +146,7 @@ class Worker:
     role: Role
     model_ids: tuple[str, ...] = ()  # empty: nobody has said; its watch does not let it become READY then
     bootstrap_port: int | None = None
+    bootstrap_host: str = ""  # where that port is, IPv6 in brackets: the URL's host unless registered
     api_key: str | None = field(default=None, repr=False)
     priority: int = 50
     cost: float = 1.0
@@ -174,7 +175,7 @@ class Worker:
     answers: int = 0  # that legs had of it, whatever they say: whether it still gives any
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
-    unserved: str = ""  # why a healthy worker is given no requests; for people
+    unserved: str = ""  # why it is given no requests however healthy it is; for people. Envoy is not told of it
     ip: str | None = None  # where its host name leads, without brackets; None until it is resolved
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()
@@ -192,6 +193,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.base_url = self.name = str(self.url)
+        self.bootstrap_host = self.bootstrap_host or self.url.bracketed_host
         self.update_pairing()
 
     def update_pairing(self) -> None:
