@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
+import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# The default's name where the port is any (settings.py): a later start has another one.
+_OF_PROCESS: Final = re.compile(r"pd-extproc-pid(\d+)(-\d+)?")
+_MADE_LONG_AGO: Final = 60.0  # seconds; between making one and locking it lie microseconds
 
 
 @contextmanager
@@ -37,6 +43,8 @@ def held(path: Path, foreign: Path | None = None) -> Iterator[None]:
         except BlockingIOError:
             raise BlockingIOError(f"{path} is in use by another pd-extproc") from None
         _remove_sockets(path, foreign)  # those of a process that was killed
+        if _OF_PROCESS.fullmatch(path.name):
+            _remove_stale(path)
         try:
             yield
         finally:
@@ -46,6 +54,37 @@ def held(path: Path, foreign: Path | None = None) -> Iterator[None]:
                     path.rmdir()
     finally:
         os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove directories like ``path``, this user's and beside it, whose processes were killed."""
+    for other in path.parent.glob("pd-extproc-pid*"):
+        named = _OF_PROCESS.fullmatch(other.name)
+        with suppress(OSError):  # somebody else's file is in it, or somebody else was faster
+            if other == path or named is None or _is_alive(int(named[1])) or not _is_old_and_ours(other):
+                continue
+            descriptor = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process of another container may have it
+                _remove_sockets(other, None)
+                other.rmdir()
+            finally:
+                os.close(descriptor)
+
+
+def _is_old_and_ours(path: Path) -> bool:
+    status = path.lstat()
+    return status.st_uid == os.geteuid() and time.time() - status.st_mtime > _MADE_LONG_AGO
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; no process at all, so not one of ours either
+        return True
+    return True
 
 
 def _remove_sockets(path: Path, foreign: Path | None) -> None:

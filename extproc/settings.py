@@ -170,7 +170,7 @@ class Settings(BaseModel):
     dp_aware: Annotated[bool, Option(
         Group.WORKERS, "balance over data-parallel ranks: each is a worker of its own")] = False
     worker_ca_file: Annotated[File | None, Option(
-        Group.WORKERS, "CA certificates (PEM) for https workers", "FILE", "the system's")] = None
+        Group.WORKERS, "CA certificates (PEM) for https and grpcs workers", "FILE", "the system's")] = None
 
     pd_pairing_mode: Annotated[PairingMode, Option(
         Group.POLICIES, "what is unknown fits all (lenient), none (strict); off", "NAME")] = PairingMode.LENIENT

@@ -196,6 +196,7 @@ class Programs:
         self._gate = asyncio.Semaphore(cores)
         self._gateways: dict[str, asyncio.Task[Gateway]] = {}
         self._results: dict[str, asyncio.Task[tuple[int, str, str]]] = {}
+        self.asked_for: set[str] = set()  # names of those that tests have used
 
     def prepare_gateway(self, name: str, gateway: Gateway) -> None:
         """Have it started when its turn comes."""
@@ -207,10 +208,12 @@ class Programs:
 
     async def gateway(self, name: str) -> Gateway:
         """The gateway of that name, serving."""
+        self.asked_for.add(name)
         return await self._gateways[name]
 
     async def result(self, name: str) -> tuple[int, str, str]:
         """The command's status, standard output and standard error."""
+        self.asked_for.add(name)
         return await self._results[name]
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ The mocks find a cache on its own rank only, refuse ranks that they do not have,
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,7 +17,7 @@ from product import Product, soon
 from vllm_product import WAYS, VllmProduct, of_all, params
 
 from extproc.mock import Fault, Record, SglangMock
-from extproc.workers.worker import Role, Worker
+from extproc.workers.worker import Role, Status, Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -193,6 +194,22 @@ async def test_a_prefill_server_that_dies_is_left_with_all_its_ranks() -> None:
         await product.settled()
 
 
+async def test_a_rank_that_hangs_is_out_alone_until_it_goes_on() -> None:
+    quick = {"worker_stall_secs": 0.1, "worker_wedge_secs": 0.4}
+    async with Ranks(decodes=1, dp_aware=True, **WATCHFUL, **quick) as product:
+        hung = next(worker for worker in product.service.registry if worker.name == f"{product.decode.url}@1")
+        product.decode.engine.hang(1)
+        asked = [asyncio.create_task(product.post(CHAT, BODY)) for _ in range(DECODE_RANKS)]
+        await product.fleet(lambda _: hung.status is Status.NOT_READY)
+        assert product.service.registry.trouble(hung).startswith("wedged: 1 legs under way, no answer; rank 1")
+        answers = [await product.post(CHAT, BODY) for _ in range(4)]
+        assert {answer.header("x-pd-decode") for answer in answers} == {f"{product.decode.url}@0"}
+        product.decode.engine.revive(1)
+        await product.fleet(lambda _: hung.usable)
+        assert {(await answer).status for answer in asked} == {200}
+        await product.settled()
+
+
 # -- coming and going -------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +232,7 @@ async def test_a_restart_that_nobody_noticed_shows_by_a_refusal_of_which_no_clie
     async with Ranks(decodes=1, dp_aware=True) as product:
         first = product.worker(product.prefill)
         mock = await product.restart(product.prefill, 2)
-        product.service._monitor._watches[first.id]._identified_at -= 60  # it is not asked at once again
+        product.service._monitor._watches[first.id]._identity.identified_at -= 60  # it is not asked at once again
         answers = [await product.post(CHAT, BODY) for _ in range(3)]
         assert {answer.status for answer in answers} == {200}, [answer.body for answer in answers]
         assert {answer.header("x-pd-attempts") for answer in answers} == {None, "2"}

@@ -129,6 +129,7 @@ class Engine:
     refusal: int = 400  # of a completion that asks for too little
     starts: int = 0  # its workers listen at another address after each
     health: int = 200
+    key: str | None = None  # that requests must show; to ask how it is, nobody needs one
     model_listing: int = 200
     server_info_path: str = "/server_info"
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -205,6 +206,8 @@ class Engine:
             await asyncio.Event().wait()
         if request.path == "/health":
             return web.Response(status=self.health)
+        if self._guards(request):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if (page := self.pages.get(request.path)) is not None:
             return web.Response(status=page) if isinstance(page, int) else web.Response(body=page)
         if request.path == "/health_generate" and self.owner == "sglang":
@@ -247,6 +250,11 @@ class Engine:
             ids = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
             return _refusal(ids, "kv_transfer_params.prompt_token_ids")
         return web.json_response({"object": "chat.completion", "choices": []})
+
+    def _guards(self, request: web.Request) -> bool:
+        """Whether it asks for a key in vain; vLLM only below /v1."""
+        guarded = self.owner != "vllm" or request.path.startswith("/v1")
+        return self.key is not None and guarded and request.headers.get("authorization") != f"Bearer {self.key}"
 
     def _server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"version": "0.5.23", "tp_size": 1, **self.extra_info}
@@ -321,5 +329,5 @@ async def fleet(
         await made.monitor.stop()
         await made.registry.close()
         await made.client.close()
-    ours = ("watch-", "drain-", "retire-", "publish-", "stalls", "ask-")
+    ours = ("watch-", "drain-", "retire-", "publish-", "stalls", "ask-", "restarts-")
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith(ours)] == []

@@ -211,6 +211,12 @@ class TestWorkers:
         assert [worker["id"] for worker in some["workers"]] == [b.id]
         assert (some["total"], some["stats"]["prefill_count"]) == (1, 0)
 
+    async def test_the_list_of_an_alias_is_that_of_its_model(self) -> None:
+        async with running(model_aliases={"alias": "a"}) as api:
+            worker = add_ready(api.registry, P, "http://10.0.0.1:1", "a")
+            add_ready(api.registry, D, "http://10.0.0.2:1", "b")
+            assert [shown["id"] for shown in (await api.get("/workers?model=alias")).json["workers"]] == [worker.id]
+
     async def test_a_duplicate_conflicts_naming_the_first(self, api: Api) -> None:
         worker = api.registry.add(spec(P, "http://10.0.0.1:1"))
         answer = await api.ask("POST", "/workers", json={"url": "http://10.0.0.1:1", "worker_type": "prefill"})

@@ -81,7 +81,7 @@ class TestAnswers:
         ("body", "error"),
         [
             (PREFILL | {"url": "http://10.0.0.2:1"}, "URL must match: worker ID is at http://10.0.0.1:1, not"),
-            (PREFILL | {"worker_type": "decode"}, "`worker_type` cannot change: worker ID is a prefill worker"),
+            (PREFILL | {"worker_type": "decode"}, "`worker_type` cannot change: worker ID is a prefill worker; DELETE"),
             ({"worker_type": "prefill"}, "Invalid JSON data: missing field `url`"),
             (PREFILL | {"zone": 1}, "Invalid JSON data: unknown field `zone`"),
         ],
@@ -199,6 +199,29 @@ class TestWatch:
             await made.becomes(worker, Status.READY)
             assert (worker.load, worker.endpoint, worker.model_ids) == (2, before, ("mine",))
             assert worker.labels["version"] == "0.5.23"
+
+    async def test_a_worker_replaced_by_one_that_is_alike_stays_in_rotation(self) -> None:
+        async with fleet(SLOW, PACE) as made, engine() as server:
+            worker = made.registry.add(of(server, models=[{"id": "mine"}]))
+            await until(made.registry, lambda: worker.usable)
+            statuses: list[Status] = []
+            made.registry.subscribe(lambda changed, _: statuses.append(changed.status))
+            asked = server.count("/v1/models")
+            other = of(server, models=[{"id": "mine"}], priority=3, health={"failure_threshold": 7})
+            made.registry.replace(worker, other)
+            await eventually(lambda: server.count("/v1/models") > asked)
+            assert (set(statuses), made.registry.spec(worker), worker.priority) == ({Status.READY}, other, 3)
+            made.registry.replace(worker, of(server))  # serves another model
+            assert worker.status is Status.PENDING
+
+    async def test_one_that_is_out_is_replaced_by_one_that_is_alike_and_begins_anew(self) -> None:
+        async with fleet(SLOW, PACE) as made, engine(mode="decode") as server:
+            worker = made.registry.add(of(server))
+            await made.becomes(worker, Status.FAILED)
+            server.mode = "prefill"
+            made.registry.replace(worker, of(server))
+            assert worker.status is Status.PENDING
+            await made.becomes(worker, Status.READY)
 
     async def test_a_replaced_worker_that_is_now_another_kind_is_kept_out(self) -> None:
         async with fleet(SLOW, PACE) as made, engine() as server:

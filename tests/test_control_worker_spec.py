@@ -12,7 +12,8 @@ import pytest
 from extproc.control.worker_spec import SpecError, parse_worker_spec
 from extproc.workers import registration_body
 from extproc.workers.kv_config import KvConfig
-from extproc.workers.spec import HealthOverrides, Overload, Resilience, WorkerSpec
+from extproc.workers.registration import as_registration, registration
+from extproc.workers.spec import HealthOverrides, HttpPool, Overload, Resilience, WorkerSpec
 from extproc.workers.worker import Role, WorkerUrl
 
 LEAST: dict[str, Any] = {"url": "http://w:8000", "worker_type": "decode"}
@@ -165,26 +166,37 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
             ),
         ),
         (
-            LEAST | {"url": "grpc://w:1"},
-            "Invalid value for field 'url': not a url - grpc:// workers are not served yet; use http:// or https://",
+            LEAST | {"url": "ipc://w"},
+            "Invalid value for field 'url': not a url - ipc:// workers are not served; expected one of http://",
         ),
         (
             LEAST | {"worker_type": "banana"},
-            ("Invalid JSON data: worker_type: unknown variant 'banana', expected one of 'prefill' or 'decode'"),
+            ("Invalid JSON data: worker_type: unknown variant 'banana', expected one of 'prefill', 'decode', "),
         ),
-        ({"url": "http://w:1"}, "Invalid JSON data: missing field `worker_type`: expected `prefill` or `decode`"),
         (
-            LEAST | {"worker_type": "regular"},
-            "worker_type: `regular` is refused: regular workers are not served yet; expected prefill or decode",
+            {"url": "http://w:1"},
+            "Invalid JSON data: missing field `worker_type`: expected `prefill`, `decode`, `regular` or `encode`",
         ),
-        (LEAST | {"worker_type": "encode"}, "worker_type: `encode` is refused: encode workers are not served yet"),
         (
-            LEAST | {"connection_mode": "grpc"},
-            "connection_mode: `grpc` is refused: workers over gRPC are not served yet; use http",
+            LEAST | {"connection_mode": "zmq"},
+            "connection_mode: `zmq` is refused: workers over ZeroMQ are not served; expected http or grpc",
+        ),
+        (LEAST | {"connection_mode": "grpc"}, "connection_mode is grpc, but the URL's scheme is http"),
+        (
+            LEAST | {"url": "grpcs://w:1", "connection_mode": "http"},
+            "connection_mode is http, but the URL's scheme is grpcs",
+        ),
+        (
+            LEAST | {"runtime_type": "tokenspeed"},
+            "runtime_type is tokenspeed, which is reached over gRPC, but the scheme is http",
+        ),
+        (
+            LEAST | {"url": "grpc://w:1", "runtime_type": "tokenspeed", "kv_connector": "nixl"},
+            "kv_connector NixlConnector: TokenSpeed workers have none",
         ),
         (
             LEAST | {"runtime_type": "mlx"},
-            "runtime_type: `mlx` is refused: its handoff is not known; expected sglang or vllm",
+            "runtime_type: `mlx` is refused: its handoff is not known; give sglang, vllm or tokenspeed if the engine",
         ),
         (LEAST | {"priority": "3"}, "Invalid JSON data: priority: expected a valid integer"),
         (LEAST | {"priority": True}, "Invalid JSON data: priority: expected a valid integer"),
@@ -230,7 +242,7 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         (LEAST | {"runtime": "trtllm"}, "runtime: `trtllm` is refused: "),
         (
             LEAST | {"runtime_type": "max"},
-            "Invalid JSON data: runtime_type: unknown variant 'max', expected one of 'unspecified', 'sglang' or 'vllm'",
+            "Invalid JSON data: runtime_type: unknown variant 'max', expected one of 'unspecified', 'sglang', 'vllm'",
         ),
         (LEAST | {"connection_mode": "tcp"}, "Invalid JSON data: connection_mode: unknown variant 'tcp', expected"),
         (LEAST | {"dp_rank": 1, "dp_size": 2}, "`dp_rank` is refused: ranks are not registered one by one"),
@@ -238,12 +250,21 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         (LEAST | {"dp_size": 2, "labels": {"dp_size": "3"}}, "dp_size is 2, but the label dp_size is '3'"),
         (LEAST | {"dp_size": 0}, "Invalid JSON data: dp_size: "),
         (LEAST | {"resilience": {"cb_timeout": 1}}, "Invalid JSON data: unknown field `resilience.cb_timeout`; did"),
-        (LEAST | {"resilience": {"max_retries": 1}}, "`resilience.max_retries` is refused: an attempt is made on two"),
+        (LEAST | {"resilience": {"max_retries": "1"}}, "Invalid JSON data: resilience.max_retries: "),
         (LEAST | {"resilience": {"capacity_status_codes": [200]}}, "Invalid JSON data: resilience.capacity_status_co"),
         (LEAST | {"overload": {"token_usage": 1.5}}, "Invalid JSON data: overload.token_usage: "),
-        (LEAST | {"http_pool": {"timeout_secs": 1}}, "`http_pool.timeout_secs` is refused: a request has one time"),
-        (LEAST | {"http_pool": {"size": 1}}, "unknown field `http_pool.size`"),
-        (LEAST | {"http_pool": 1}, "http_pool: expected an object"),
+        (LEAST | {"http_pool": {"timeout_secs": -1}}, "Invalid JSON data: http_pool.timeout_secs: "),
+        (LEAST | {"http_pool": {"size": 1}}, "Invalid JSON data: unknown field `http_pool.size`"),
+        (LEAST | {"http_pool": 1}, "Invalid JSON data: http_pool: "),
+        (LEAST | {"bootstrap_host": "a b"}, "Invalid JSON data: bootstrap_host: "),
+        (LEAST | {"bootstrap_host": "::x"}, "Invalid JSON data: bootstrap_host: "),
+        (LEAST | {"bootstrap_host": "1:2"}, "bootstrap_host: '1:2' is neither a name nor an IP address"),
+        (LEAST | {"kv_block_size": 0}, "Invalid JSON data: kv_block_size: "),
+        (
+            LEAST | {"multimodal_tensor_transport": "usb"},
+            "Invalid JSON data: multimodal_tensor_transport: unknown vari",
+        ),
+        (LEAST | {"multimodal_shm_min_bytes": -1}, "Invalid JSON data: multimodal_shm_min_bytes: "),
         (LEAST | {"status": "ready"}, "Invalid JSON data: unknown field `status`: it is only shown"),
         (
             LEAST | {"models": [{"id": "m", "x": orjson.loads("[" * 70 + "]" * 70)}]},
@@ -295,43 +316,83 @@ def test_an_api_key_is_not_repeated_in_an_error() -> None:
     assert "s3cret" not in problem(LEAST | {"api_key": ["s3cret"], "connection_mode": "zmq"})
 
 
-REFUSED: dict[str, Any] = {
-    "kv_block_size": 16,
-    "dp_base_url": "http://w:1",
-    "dp_rank": 0,
+# What a registration of the peer's may say, besides what is read above.
+PEERS: dict[str, Any] = {
     "http_pool": {
-        "pool_max_idle_per_host": 1,
-        "pool_idle_timeout_secs": 1,
-        "timeout_secs": 1,
-        "connect_timeout_secs": 1,
+        "pool_max_idle_per_host": 8,
+        "pool_idle_timeout_secs": 50,
+        "timeout_secs": 30,
+        "connect_timeout_secs": 10,
     },
+    "kv_block_size": 16,
     "resilience": {
-        "max_retries": 1,
-        "initial_backoff_ms": 1,
-        "max_backoff_ms": 1,
-        "backoff_multiplier": 1,
-        "jitter_factor": 0,
+        "max_retries": 2,
+        "initial_backoff_ms": 10,
+        "max_backoff_ms": 100,
+        "backoff_multiplier": 1.5,
+        "jitter_factor": 0.1,
         "disable_retry": False,
         "retryable_status_codes": [503],
     },
     "multimodal_tensor_transport": "shm",
-    "multimodal_shm_min_bytes": 1,
-    "provider": "openai",
-    "zmq_handshake_address": "tcp://w:1",
-    "bootstrap_host": "w",
+    "multimodal_shm_min_bytes": 0,
+    "bootstrap_host": "w2",
 }
 
 
-def test_what_the_peer_takes_and_is_not_done_here_is_refused_by_name() -> None:
-    said = problem(LEAST | REFUSED)
-    members = {name: value if isinstance(value, dict) else None for name, value in REFUSED.items()}
-    names = {f"{name}.{member}" for name, group in members.items() for member in group or ()}
-    names |= {name for name, group in members.items() if group is None}
-    assert set(re.findall(r"`([\w.]+)` is refused: ", said)) == names
+def test_what_the_peer_takes_is_taken_and_what_changes_nothing_is_told() -> None:
+    spec = parsed(worker_type="prefill", **PEERS)
+    names = {f"{group}.{name}" for group in ("http_pool", "resilience") for name in PEERS[group]}
+    names |= {"multimodal_tensor_transport", "multimodal_shm_min_bytes"}
+    assert {words.split(" ")[0] for words in spec.unused} == names
+    assert (spec.kv_block_size, spec.bootstrap_host, spec.idle) == (16, "w2", ())
+    assert spec.resilience == Resilience(
+        max_retries=2,
+        initial_backoff_ms=10,
+        max_backoff_ms=100,
+        backoff_multiplier=1.5,
+        jitter_factor=0.1,
+        disable_retry=False,
+        retryable_status_codes=(503,),
+    )
+    assert spec.http_pool == HttpPool(8, 50, 30, 10)
+    shown = as_registration(spec)
+    assert {name: shown[name] for name in PEERS} == PEERS
+    assert registration(shown) == spec
+
+
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [("W", ""), ("other", "other"), ("10.0.0.1", "10.0.0.1"), ("::1", "[::1]"), ("[::1]", "[::1]")],
+)
+def test_the_host_of_the_bootstrap_server(given: str, host: str) -> None:
+    assert parsed(worker_type="prefill", bootstrap_host=given).bootstrap_host == host
+
+
+@pytest.mark.parametrize("role", ["regular", "encode"])
+def test_workers_that_get_no_requests(role: str) -> None:
+    spec = parsed(worker_type=role, bootstrap_port=8995)
+    assert (spec.role, bool(spec.unserved)) == (Role(role), True)
+    # With the peer, encode workers have a bootstrap server.
+    assert bool(spec.idle) is (role == "regular")
+    assert not parsed().unserved
+
+
+REFUSED = {"dp_base_url": "http://w:1", "dp_rank": 1, "provider": "openai", "zmq_handshake_address": "tcp://w:1"}
+
+
+def test_what_cannot_be_done_here_is_refused_by_name() -> None:
+    assert set(re.findall(r"`([\w.]+)` is refused: ", problem(LEAST | REFUSED))) == set(REFUSED)
+
+
+def test_a_rank_that_is_the_whole_server_says_nothing() -> None:
+    assert parsed(dp_base_url=LEAST["url"], dp_rank=0, dp_size=1) == parsed(dp_size=1)
+    assert "`dp_rank` is refused" in problem(LEAST | {"dp_rank": 0, "dp_size": 2})
+    assert "`dp_rank` is refused" in problem(LEAST | {"dp_rank": False})
 
 
 def test_null_says_nothing() -> None:
-    assert parsed(**dict.fromkeys(REFUSED.keys() - {"resilience"})) == parsed()
+    assert parsed(**dict.fromkeys((REFUSED.keys() | PEERS.keys()) - {"resilience"})) == parsed()
     assert parsed(http_pool={"timeout_secs": None}, resilience={"max_retries": None, "cb_timeout_secs": 1}) == parsed(
         resilience={"cb_timeout_secs": 1}
     )

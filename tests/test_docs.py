@@ -42,7 +42,7 @@ from extproc.observe import RequestLog, RequestMetrics
 from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
 from extproc.settings import Settings
-from extproc.workers import kv_event_stream, load_poll
+from extproc.workers import kv_event_stream, load_poll, publication
 from extproc.workers.health_state import Pace
 from extproc.workers.kv_config import KvConfig, kv_config
 from extproc.workers.kv_event_feed import KvEventFeed
@@ -126,6 +126,10 @@ def test_times_and_limits_are_the_codes():
     assert config.idle_timeout - config.request_timeout == 5
     assert f"engine is {load_poll.LIMIT:g} s;" in timeouts
     assert f"counts for {load_poll.STALE} intervals" in timeouts
+    further = f"more than {publication.FREE} endpoints {publication.SPACING * 1000:g} ms for each further"
+    assert further in timeouts
+    assert f"(1,000: {publication.spacing(1000):.2f} s)" in timeouts
+    assert f"also every {Pace().restart:g} s" in timeouts
     assert f"a fleet of more than {load_poll.MOST_PER_SECOND * load_poll.INTERVAL:g} more slowly" in timeouts
     assert f"asked every {load_poll.SILENT} intervals" in section("Load")
     assert f"data-parallel ranks it has (`--dp-aware`) {Pace().ranks:g} s" in timeouts

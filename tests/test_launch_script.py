@@ -257,10 +257,10 @@ def test_grpc(engine: str, module: str, environment: dict[str, str], given: list
     assert made.registrations == []
 
 
-def test_that_grpc_workers_are_not_served_yet_is_said_for_as_long_as_it_is_so() -> None:
+def test_that_grpc_workers_are_given_no_requests_yet_is_said_for_as_long_as_it_is_so() -> None:
     made = plan("tokenspeed", "m")
-    assert "pd-extproc does not serve gRPC workers yet" in made.text
-    with pytest.raises(SettingsError, match="grpc:// workers are not served yet"):
+    assert "pd-extproc gives gRPC workers no requests yet" in made.text
+    with pytest.raises(SettingsError, match="--model-path is an option of smg that is not available yet"):
         _ = made.settings
 
 

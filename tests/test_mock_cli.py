@@ -162,3 +162,26 @@ def _replayed(endpoint: str) -> list[bytes]:
         socket.connect(endpoint)
         socket.send_multipart([b"", bytes(8)])
         return socket.recv_multipart()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--grpc"], "mock sglang regular ready on grpc://127.0.0.1:"),
+        (["--grpc", "--engine", "vllm", "--role", "decode"], "mock vllm decode ready on grpc://127.0.0.1:"),
+        (
+            ["--engine", "tokenspeed", "--role", "prefill", "--bootstrap-port", "0"],
+            "mock tokenspeed prefill ready on grpc://127.0.0.1:",
+        ),
+    ],
+)
+async def test_a_grpc_server_as_a_program(options: list[str], line: str) -> None:
+    command = [sys.executable, "-m", "extproc", "mock", *options]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        words = (await process.stdout.readline()).decode()
+    assert words.startswith(line)
+    assert ("bootstrap port" in words) == ("tokenspeed" in words)
+    process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0

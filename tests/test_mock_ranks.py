@@ -17,7 +17,7 @@ from fleet import eventually
 
 from extproc.mock import SglangMock, VllmMock
 from extproc.mock.vllm.worker import MOONCAKE
-from extproc.workers.load import of_metrics
+from extproc.workers.load_metrics import of_metrics
 from tests.mock_client import Answer, ask
 
 CHAT = "/v1/chat/completions"
@@ -167,7 +167,7 @@ class TestVllm:
     async def test_each_engine_core_has_figures_of_its_own(self) -> None:
         async with VllmMock("aggregated", dp_size=2, token_delay=60) as mock, asyncio.TaskGroup() as group:
             leg = group.create_task(ask(mock, CHAT, VLLM[CHAT], headers={"X-data-parallel-rank": "1"}))
-            await eventually(lambda: mock.engine.requests(1) == (1, 0))
+            await eventually(lambda: mock.engine.gauges(1)[:2] == (1, 0))
             ranks = of_metrics((await ask(mock, "/metrics")).body)
             assert ranks is not None
             assert [(rank.rank, rank.running, rank.waiting) for rank in ranks] == [(0, 0, 0), (1, 1, 0)]
@@ -237,3 +237,25 @@ class TestVllm:
                 assert pair[1].legs[-1].kv == "transferred"
             assert (await self.legs(pair, 1, "e_dp2")).status == 500
             assert (await self.legs(pair, 1, "e")).status == 500  # whom nobody knows
+
+
+@pytest.mark.parametrize("make", [SglangMock, VllmMock])
+async def test_a_rank_that_hangs_answers_nothing_and_its_figures_stand_still(make: type[SglangMock | VllmMock]) -> None:
+    async with make("decode", dp_size=2) as mock:
+        model = mock.model if isinstance(mock, VllmMock) else "tiny"
+        body = {"model": model, "prompt": "Once", "max_tokens": 2}
+        place = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 1, "routed_dp_rank": 1}
+
+        async def complete(rank: int) -> Answer:
+            fields = {**place, "bootstrap_room": rank, "routed_dp_rank": rank} if make is SglangMock else {}
+            return await ask(mock, "/v1/completions", body | fields, headers={"x-data-parallel-rank": str(rank)})
+
+        mock.engine.hang(1)
+        waits = asyncio.create_task(complete(1))
+        await eventually(lambda: len(mock.engine.live) == 1)
+        assert (await complete(0)).status == 200
+        assert not waits.done()
+        if isinstance(mock, VllmMock):
+            assert mock.engine.gauges(1)[:2] == (0, 0)
+        mock.engine.revive(1)
+        assert (await waits).status == 200

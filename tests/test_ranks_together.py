@@ -222,7 +222,7 @@ class TestPassiveSignals:
             worker = f.registry.add(registration({"url": server.url, "worker_type": "prefill"}))
             await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 2)
             server.extra_info = {"dp_size": 3}
-            f.monitor._watches[worker.id]._identified_at -= 60
+            f.monitor._watches[worker.id]._identity.identified_at -= 60
             for _ in range(9):
                 f.monitor.report_doubt(worker.ranks[1])
             assert worker.usable
@@ -231,23 +231,26 @@ class TestPassiveSignals:
 
 async def test_a_server_is_silent_when_all_its_ranks_are(registry: Registry) -> None:
     worker = await ready(registry, 2)
-    now, asked = [0.0], []
+    now, asked, of_rank = [0.0], [], []
 
     async def ask(silent: Worker) -> None:
         asked.append(silent)
 
-    stalls = Stalls(registry, ask, 10, lambda: now[0])
+    async def ask_rank(silent: Worker) -> None:
+        of_rank.append(silent)
+
+    stalls = Stalls(registry, ask, ask_rank, 10, lambda: now[0])
     worker.ranks[1].begin()
     stalls.look()
     now[0] = 11
     worker.ranks[0].answers += 1  # the other one
     stalls.look()
     await asyncio.sleep(0)
-    assert asked == []
+    assert (asked, of_rank) == ([], [worker.ranks[1]])
     now[0] = 22
     stalls.look()
     await asyncio.sleep(0)
-    assert asked == [worker]
+    assert (asked, of_rank) == ([worker], [worker.ranks[1]])
     await stalls.stop()
 
 

@@ -124,7 +124,8 @@ def test_the_alias_wins_over_what_was() -> None:
         ({"labels": {"zone": 1}}, "labels.zone: "),
         ({"kv_role": "kv_consumer"}, "registered as prefill, but kv_role is kv_consumer"),
         ({"runtime_type": "sglang"}, "kv_connector MooncakeConnector: SGLang workers have none"),
-        ({"resilience": {"max_retries": 2}}, "`resilience.max_retries` is refused"),
+        ({"resilience": {"max_retries": -2}}, "resilience.max_retries: "),
+        ({"provider": "openai"}, "`provider` is refused: only engines are served; leave it out"),
         ({"dp_rank": 1}, "`dp_rank` is refused"),
     ],
 )

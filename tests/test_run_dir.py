@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,40 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(OSError, match="link"), run_dir.held(tmp_path / "link"):
         pass
+
+
+def test_those_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    gone = _ended()
+    stale = tmp_path / f"pd-extproc-pid{gone}-{os.geteuid()}"
+    kept = [
+        tmp_path / name
+        for name in (f"pd-extproc-pid{os.getpid()}", f"pd-extproc-pid{gone}", "pd-extproc-30000", "pd-extproc-pidx")
+    ]
+    long_ago = time.time() - 3600
+    for path in (stale, *kept):
+        path.mkdir()
+        bind(path / "extproc.sock")
+        os.utime(path, (long_ago, long_ago))
+    with run_dir.held(kept[1]):  # as a process in another container has it, which cannot be seen from here
+        os.utime(kept[1], (long_ago, long_ago))
+        with run_dir.held(tmp_path / "pd-extproc-pid1"):
+            assert not stale.exists()
+            assert all(path.exists() for path in kept)
+
+
+def test_one_that_is_just_being_made_or_has_more_in_it_is_left_alone(tmp_path: Path) -> None:
+    young, used = tmp_path / f"pd-extproc-pid{_ended()}", tmp_path / f"pd-extproc-pid{_ended()}-1"
+    for path in (young, used):
+        path.mkdir()
+    (used / "notes").touch()
+    os.utime(used, (0, 0))
+    with run_dir.held(tmp_path / "pd-extproc-pid1"):
+        assert young.exists()
+        assert (used / "notes").exists()
+
+
+def _ended() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    process.wait()
+    return process.pid

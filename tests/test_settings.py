@@ -572,7 +572,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("egress_address", "host:81", "Must be unix:/path (got 'host:81')"),
     ("decode", "HTTP://a:1", f"'HTTP://a:1': {URL_SCHEME}"),
     ("decode", "http://", "'http://': URL must have a valid host"),
-    ("decode", "grpc://a:1", "'grpc://a:1': grpc:// workers are not served yet; use http:// or https://"),
+    (
+        "decode",
+        "ipc://a",
+        "'ipc://a': ipc:// workers are not served; expected one of http://, https://, grpc://, grpcs://",
+    ),
     ("prefill", "a:1 8998", f"'a:1': {URL_SCHEME} (got 'a:1 8998')"),
     ("prefill", "http://a:1 x", "Invalid bootstrap port: x. Must be a number or 'none' (got 'http://a:1 x')"),
     ("prefill", "http://a:1 -1", "Invalid bootstrap port: -1. Must be a number or 'none' (got 'http://a:1 -1')"),

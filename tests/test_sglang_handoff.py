@@ -9,7 +9,7 @@ from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.apis.table import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from extproc.handoff import sglang
-from extproc.workers.worker import Role, WorkerUrl
+from extproc.workers.worker import Role, Worker, WorkerUrl
 
 
 def read(api, **fields):
@@ -100,9 +100,14 @@ def test_a_port_that_is_not_known_is_null_and_left_to_the_engine():
 
 
 def test_an_ipv6_host_is_in_brackets():
-    prefill = worker(Role.PREFILL, 1, bootstrap_port=8998)
-    prefill.url = WorkerUrl.parse("http://[::1]:8000")
+    prefill = Worker(id="p", url=WorkerUrl.parse("http://[::1]:8000"), role=Role.PREFILL, bootstrap_port=8998)
     assert json.loads(plan(chat(), prefill).decode)["bootstrap_host"] == "[::1]"
+
+
+def test_a_bootstrap_host_of_its_own():
+    prefill = worker(Role.PREFILL, 1, bootstrap_port=8998, bootstrap_host="rdma0.prefill")
+    bodies = plan(chat(), prefill)
+    assert {json.loads(body)["bootstrap_host"] for body in (bodies.prefill, bodies.decode)} == {"rdma0.prefill"}
 
 
 CLIENTS_OWN = {

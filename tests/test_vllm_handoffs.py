@@ -263,7 +263,7 @@ def test_every_attempt_has_its_own_transfer():
 )
 def test_bootstrap_addresses(host, port, address):
     prefill = core("e", bootstrap_port=port)
-    prefill.url = WorkerUrl("http", host, 8000)
+    prefill.bootstrap_host = WorkerUrl("http", host, 8000).bracketed_host
     plan = MooncakeHandoff().plan(read(), prefill)
     assert json.loads(plan.params)["remote_bootstrap_addr"] == address
 

@@ -17,6 +17,9 @@ SCHEME = "URL must start with a lowercase http://, https://, grpc://, grpcs://, 
         ("https://worker.example", "https://worker.example:443", "worker.example", 443),
         ("http://[::1]:8000", "http://[::1]:8000", "::1", 8000),
         ("http://[2001:DB8::1]", "http://[2001:db8::1]:80", "2001:db8::1", 80),
+        ("grpc://prefill:50051", "grpc://prefill:50051", "prefill", 50051),
+        ("grpc://[::1]:50051", "grpc://[::1]:50051", "::1", 50051),
+        ("grpcs://worker.example", "grpcs://worker.example:443", "worker.example", 443),
     ],
 )
 def test_what_a_url_says(text, name, host, port):
@@ -43,7 +46,10 @@ def test_what_a_url_says(text, name, host, port):
         ("http://prefill:8000/v1", "without credentials, path, query or fragment"),
         ("http://prefill:8000?x=1", "without credentials, path, query or fragment"),
         ("http://user:secret@prefill", "without credentials, path, query or fragment"),
-        ("grpc://prefill:50051", "not served yet"),
+        ("ipc:///tmp/worker", "URL must have a valid host"),
+        ("ipc://worker", "ipc:// workers are not served; expected one of http://, https://, grpc://, grpcs://"),
+        ("grpcs://10.0.0.1", "needs a host name"),
+        ("grpc://prefill:50051/Generate", "without credentials, path, query or fragment"),
         ("https://10.0.0.1", "needs a host name"),
         ("https://[::1]:443", "needs a host name"),
     ],
@@ -52,3 +58,12 @@ def test_what_a_url_may_not_be(text, reason):
     with pytest.raises(InvalidUrlError) as refused:
         WorkerUrl.parse(text)
     assert reason in refused.value.reason
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mode", "tls"),
+    [("http", "http", False), ("https", "http", True), ("grpc", "grpc", False), ("grpcs", "grpc", True)],
+)
+def test_the_scheme_says_how_a_worker_is_reached(scheme, mode, tls):
+    url = WorkerUrl.parse(f"{scheme}://w:1")
+    assert (url.connection_mode, url.is_grpc, url.tls) == (mode, mode == "grpc", tls)

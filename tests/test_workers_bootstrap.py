@@ -41,6 +41,15 @@ class TestSglang:
             await server.start_bootstrap()
             await eventually(lambda: f.registry.trouble(worker) == "")
 
+    async def test_a_host_of_its_own_is_looked_at(self) -> None:
+        async with engine(host="127.0.0.1") as server, fleet() as f:
+            port = server.bootstrap_port or 0
+            there = f.registry.add(spec(P, server.url, bootstrap_port=port, bootstrap_host="localhost"))
+            await until(f.registry, lambda: there.usable)
+            assert f.registry.trouble(there) == ""
+            f.registry.change(there, spec(P, server.url, bootstrap_port=port, bootstrap_host="127.0.0.2"))
+            await f.is_said(there, f"bootstrap port 127.0.0.2:{port} does not answer")
+
     async def test_only_prefill_workers_need_one(self) -> None:
         async with engine(mode="decode") as server, fleet() as f:
             await server.stop_bootstrap()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from fleet import FAST, SLOW, Engine, Fleet, engine, eventually, fleet, spec, until
+from fakes import Asked
+from fleet import FAST, PACE, SLOW, Engine, Fleet, engine, eventually, fleet, spec, until
 
+from extproc.errors import GatewayError
+from extproc.policies.placement import Placer
+from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.registry import Change
 from extproc.workers.spec import HealthOverrides
@@ -82,17 +87,34 @@ class TestJoining:
             assert server.count("/health") == 0
             assert worker.model_ids == ("tiny",)
 
-    async def test_without_health_checks_even_one_that_is_down(self) -> None:
+    async def test_without_health_checks_one_that_is_down_joins_when_it_says_what_it_is(self) -> None:
         server = Engine()
         await server.start()
         await server.stop()
         async with fleet(HealthSettings(enabled=False)) as f:
             worker = f.registry.add(spec(P, server.url))
-            await until(f.registry, lambda: worker.usable)
-            assert "cannot learn what it serves" in f.registry.trouble(worker)
+            await f.is_said(worker, "cannot learn what it serves: GET /v1/models: Connection refused")
+            assert worker.status is Status.PENDING
             await server.start()
-            await until(f.registry, lambda: worker.model_ids == ("tiny",))
+            await until(f.registry, lambda: worker.usable)
+            assert worker.model_ids == ("tiny",)
         await server.stop()
+
+    async def test_without_health_checks_one_that_is_registered_as_what_it_is_needs_not_be_there(self) -> None:
+        async with fleet(HealthSettings(enabled=False)) as f:
+            worker = f.registry.add(spec(P, "http://127.0.0.1:1", cards=({"id": "tiny"},), runtime="sglang"))
+            await until(f.registry, lambda: worker.usable)
+            said = "does not tell everything of itself: GET /v1/models: Connection refused"
+            assert f.registry.trouble(worker) == said
+
+    async def test_without_health_checks_what_it_has_said_holds(self) -> None:
+        async with engine() as server, fleet(HealthSettings(enabled=False), Pace(seek=0.01, report=0, doubt=0)) as f:
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            await server.stop()
+            f.monitor.report_failure(worker)
+            await f.is_said(worker, "does not say again what it is: GET /v1/models: Connection refused")
+            assert (worker.usable, worker.model_ids) == (True, ("tiny",))
 
     async def test_a_workers_own_settings_count(self) -> None:
         async with engine(health=503) as server, fleet() as f:
@@ -242,15 +264,159 @@ class TestIdentity:
             await f.becomes(worker, Status.FAILED)
             assert "not disaggregated" in f.registry.trouble(worker)
 
-    async def test_one_that_does_not_say_serves_anything_and_is_asked_again(self) -> None:
-        async with engine(model_listing=500) as server, fleet() as f:
+    async def test_one_that_does_not_say_is_not_used_and_asked_again(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with engine(model_listing=503) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await eventually(lambda: server.count("/v1/models") >= 3)
+            reason = "cannot learn what it serves: GET /v1/models: HTTP 503"
+            assert (worker.status, f.registry.trouble(worker)) == (Status.PENDING, reason)
+            assert f.registry.usable(P, None) == ()
+            assert reason in f.registry.readiness().reason
+            said = [vars(record).get("reason") for record in caplog.records if record.levelname == "WARNING"]
+            assert said == [reason], "once, however often it is asked"
+            server.model_listing = 200
+            await until(f.registry, lambda: worker.usable)
+            assert f.registry.usable(P, "tiny") == (worker,)
+            assert f.registry.usable(P, "anything") == ()
+
+    async def test_questions_get_fewer(self) -> None:
+        async with engine(model_listing=503) as server, fleet(SLOW, Pace(seek=0.01, seek_growth=4, jitter=0)) as f:
+            f.registry.add(spec(P, server.url))
+            begun = time.monotonic()
+            await eventually(lambda: server.count("/v1/models") >= 4)
+            assert time.monotonic() - begun >= 0.04 + 0.16 + 0.64
+
+    async def test_models_that_nobody_has_named_are_not_unknown_while_a_worker_is_not_identified(self) -> None:
+        """The client hears that nobody is there now (503), not that there is no such model (404)."""
+        async with engine(model_listing=503) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.is_said(worker, "cannot learn what it serves")
+            assert f.registry.knows_model("tiny")
+            with pytest.raises(GatewayError) as caught:
+                Placer(f.registry, RoundRobinPolicy(), RoundRobinPolicy()).pair(Asked("tiny"))
+            assert caught.value.fault.code == "no_available_workers"
+
+    @pytest.mark.parametrize("owner", ["sglang", "vllm"])
+    @pytest.mark.parametrize(
+        ("own", "why"),
+        [(None, "it wants an api_key, and is registered with none"), ("wrong", "its api_key is wrong")],
+    )
+    async def test_one_that_wants_another_key_is_not_used(self, owner: str, own: str | None, why: str) -> None:
+        async with engine(key="s3cret", owner=owner) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, api_key=own))
+            await f.is_said(worker, f"cannot learn what it serves: {why}; GET /v1/models: HTTP 401")
+            assert worker.status is Status.PENDING
+            f.registry.change(worker, spec(P, server.url, api_key="s3cret"))
+            await until(f.registry, lambda: worker.usable)
+
+    async def test_one_whose_key_is_changed_is_out(self) -> None:
+        async with engine(key="s3cret") as server, fleet(SLOW, replace(PACE, doubt=0)) as f:
+            worker = f.registry.add(spec(P, server.url, api_key="s3cret"))
+            await until(f.registry, lambda: worker.usable)
+            server.key = "another"
+            f.monitor.report_failure(worker)
+            await f.becomes(worker, Status.NOT_READY)
+            assert "its api_key is wrong" in f.registry.trouble(worker)
+
+    async def test_clients_may_bring_the_key_for_one_that_is_registered_as_what_it_is(self) -> None:
+        async with engine(key="s3cret") as server, fleet() as f:
+            registered = {"cards": ({"id": "tiny"},), "runtime": "sglang"}
+            worker = f.registry.add(spec(P, server.url, **registered))
+            await until(f.registry, lambda: worker.usable)
+            assert "does not tell everything of itself: GET /v1/models: HTTP 401" in f.registry.trouble(worker)
+            wrong = f.registry.add(spec(D, server.url, **registered, api_key="wrong"))
+            await f.is_said(wrong, "its api_key is wrong")
+            assert not wrong.usable
+
+    async def test_a_registration_that_says_it_all_is_enough(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with engine(owner="vllm", model_listing=503) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, cards=({"id": "mine"},), runtime="vllm"))
+            await until(f.registry, lambda: worker.usable)
+            trouble = "does not tell everything of itself: GET /v1/models: HTTP 503"
+            assert trouble in f.registry.trouble(worker)
+            assert trouble in caplog.text
+            assert (worker.model_ids, worker.labels["version"]) == (("mine",), "0.32.0")
+            server.model_listing = 200
+            await until(f.registry, lambda: worker.listed != ())
+            await eventually(lambda: trouble not in f.registry.trouble(worker))
+            assert worker.model_ids == ("mine",)
+
+    @pytest.mark.parametrize("half", [{"cards": ({"id": "mine"},)}, {"runtime": "vllm"}])
+    async def test_half_of_it_is_not(self, half: dict[str, Any]) -> None:
+        async with engine(owner="vllm", model_listing=503) as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url, **half))
+            await f.is_said(worker, "cannot learn what it serves: GET /v1/models: HTTP 503")
+            assert not worker.usable
+
+    async def test_one_that_does_not_answer_again_is_what_it_was(self) -> None:
+        async with engine() as server, fleet(SLOW, replace(PACE, doubt=0)) as f:
             worker = f.registry.add(spec(P, server.url))
             await until(f.registry, lambda: worker.usable)
-            assert f.registry.trouble(worker) == "cannot learn what it serves: GET /v1/models: HTTP 500"
-            assert f.registry.usable(P, "anything") == (worker,)
+            server.pages["/server_info"] = 503
+            server.models = ["other"]
+            before = server.count("/v1/models")
+            f.monitor.report_failure(worker)
+            await f.is_said(worker, "does not say again what it is: GET /server_info: HTTP 503")
+            await eventually(lambda: server.count("/v1/models") >= before + 3)  # by and by
+            assert (worker.usable, worker.model_ids, worker.labels["version"]) == (True, ("tiny",), "0.5.23")
+            server.pages.clear()
+            await until(f.registry, lambda: worker.model_ids == ("other",))
+            await eventually(lambda: not f.registry.trouble(worker))
+
+    @pytest.mark.parametrize("out", ["probes", "requests"])
+    async def test_after_an_outage_it_must_say_again_what_it_is(self, out: str) -> None:
+        async with engine() as server, engine() as second, fleet(FAST) as f:
+            worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))
+            await until(f.registry, lambda: worker.usable and other.usable)
+            server.pages["/server_info"] = 503
+            server.models = ["other"]
+            if out == "probes":
+                server.health = 500
+                await f.becomes(worker, Status.NOT_READY)
+                server.health = 200
+            else:
+                for _ in range(3):
+                    f.monitor.report_failure(worker)
+            await f.is_said(worker, "cannot learn what it serves: GET /server_info: HTTP 503")
+            seen = server.count("/health")
+            await eventually(lambda: server.count("/health") >= seen + 3)
+            assert worker.status is Status.NOT_READY
+            assert f.registry.knows_model("tiny")
+            server.pages.clear()
+            await f.becomes(worker, Status.READY)
+            assert worker.model_ids == ("other",)
+
+    async def test_at_another_address_it_must_say_again_what_it_is(self) -> None:
+        async with engine() as server, fleet(SLOW) as f:
+            f.names["engine"] = ["127.0.0.1"]
+            worker = f.registry.add(spec(P, f"http://engine:{server.port}"))
+            await until(f.registry, lambda: worker.usable)
+            server.model_listing = 503
+            f.names["engine"] = ["127.0.0.2"]
+            await f.becomes(worker, Status.NOT_READY)
             server.model_listing = 200
-            await until(f.registry, lambda: worker.model_ids == ("tiny",))
-            assert f.registry.usable(P, "anything") == ()
+            await f.becomes(worker, Status.READY)
+
+    async def test_one_that_lists_no_model_serves_none(self) -> None:
+        async with engine(models=[], owner="vllm") as server, fleet() as f:
+            worker = f.registry.add(spec(P, server.url))
+            await f.is_said(
+                worker, "cannot learn what it serves: it names no model, and is registered without `models`"
+            )
+            server.models = ["tiny"]
+            server.owner = "somebody"
+            server.pages["/server_info"] = server.pages["/model_info"] = 404
+            await f.is_said(worker, "it does not say which engine it is, and is registered without `runtime_type`")
+            server.owner = "vllm"
+            await until(f.registry, lambda: worker.usable)
+
+    async def test_what_an_engine_cannot_answer_keeps_nobody_out(self) -> None:
+        async with engine() as server, fleet() as f:
+            server.pages["/server_info"] = 500
+            worker = f.registry.add(spec(P, server.url))
+            await until(f.registry, lambda: worker.usable)
+            assert f.registry.trouble(worker) == "does not tell everything of itself: GET /server_info: HTTP 500"
+            assert worker.runtime == "sglang"
 
     async def test_is_read_again_after_an_outage_before_requests_come(self) -> None:
         async with engine() as server, fleet(FAST) as f:
@@ -381,7 +547,7 @@ async def test_a_defect_does_not_end_the_watch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engine() as server, fleet() as f:
-        ask = f.client.get
+        ask = f.client.get_often
         broken = [True]
 
         async def get(*arguments: object, **named: object) -> object:
@@ -389,7 +555,7 @@ async def test_a_defect_does_not_end_the_watch(
                 raise RuntimeError("a defect")
             return await ask(*arguments, **named)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(f.client, "get", get)
+        monkeypatch.setattr(f.client, "get_often", get)
         worker = f.registry.add(spec(P, server.url))
         await eventually(lambda: "a defect" in caplog.text)
         broken[0] = False

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_metrics, of_v1_loads, with_limit
+from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
+from extproc.workers.load_metrics import of_metrics
 
 DATA = Path(__file__).parent / "data" / "load"
 VLLM = [RankLoad(0, running=16, waiting=3, kv_usage=0.03589305335123916, max_tokens=262144)]
@@ -99,6 +100,16 @@ class TestGetLoad:
             RankLoad(0, running=3, waiting=2, used_tokens=800, total_tokens=900),
             RankLoad(1, running=0, waiting=0, total_tokens=0),
         ]
+
+    def test_before_it_said_which_tokens_wait(self) -> None:
+        body = b'[{"dp_rank":0,"num_reqs":3,"num_waiting_reqs":1,"num_tokens":70}]'
+        assert of_get_load(body) == [RankLoad(0, running=2, waiting=1, total_tokens=70)]
+
+    def test_an_engine_without_ranks_names_none(self) -> None:
+        body = (
+            b'[{"dp_rank":null,"num_reqs":1,"num_waiting_reqs":0,"num_tokens":7,"num_pending_tokens":0,"ts_tic":0.0}]'
+        )
+        assert of_get_load(body) == [RankLoad(0, running=1, waiting=0, used_tokens=7, total_tokens=7)]
 
     def test_an_older_engine_says_tokens_only(self) -> None:
         assert of_get_load(b'{"load": 120}') == [RankLoad(total_tokens=120)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import orjson
 import pytest
+from fleet import spec
 
 from extproc.workers.client import Answer, NoAnswerError
-from extproc.workers.metadata import Metadata, MetadataError, MismatchError, check_kind, read_metadata
+from extproc.workers.identify import unidentified
+from extproc.workers.metadata import Metadata, MismatchError, check_kind, read_metadata
 from extproc.workers.pairing_key import Pairing
 from extproc.workers.worker import Role
 
@@ -222,20 +223,52 @@ async def test_a_server_that_owns_no_model_may_still_tell_its_version() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/model_info"])
 @pytest.mark.parametrize(
-    ("page", "message"),
+    ("page", "message", "busy"),
     [
-        (Answer(500, "", b"oops"), "HTTP 500"),
-        (Answer(401, "", b""), "HTTP 401"),
-        (Answer(200, "text/html", b"<html>"), "not JSON"),
-        (Answer(200, "application/json", b"[1]"), "not a JSON object"),
-        (NoAnswerError("GET it: connection refused"), "connection refused"),
+        (Answer(500, "", b"oops"), "HTTP 500", False),
+        (Answer(503, "", b"oops"), "HTTP 503", True),
+        (Answer(401, "", b""), "HTTP 401", False),
+        (Answer(200, "text/html", b"<html>"), "not JSON", False),
+        (Answer(200, "application/json", b"[1]"), "not a JSON object", False),
+        (NoAnswerError("GET it: connection refused"), "connection refused", True),
     ],
 )
-async def test_an_answer_that_fails_is_an_error_not_a_guess(path: str, page: object, message: str) -> None:
+async def test_an_answer_that_fails_is_said_and_no_guess(path: str, page: object, message: str, *, busy: bool) -> None:
     site = sglang()
     site.pages[path] = page
-    with pytest.raises(MetadataError, match=re.escape(message)):
-        await read_metadata(site)
+    found = await read_metadata(site)
+    assert len(found.failed) == 1
+    assert message in found.failed[0]
+    assert found.busy is busy
+    assert found.locked is (path == "/v1/models" and message == "HTTP 401")
+    assert (site.asked[-1] == path) is (path == "/model_info" or isinstance(page, NoAnswerError)), "each takes its time"
+
+
+async def test_what_does_not_fail_is_found_all_the_same() -> None:
+    found = await read_metadata(sglang(), "sglang")
+    site = sglang()
+    site.pages["/model_info"] = Answer(500, "", b"")
+    partly = await read_metadata(site)
+    assert (partly.model_ids, partly.bootstrap_port) == (found.model_ids, found.bootstrap_port)
+    assert "model_type" not in partly.labels
+
+
+# What older engines say: SGLang 0.4 has the two paths with get_, and tells less there; before it had no list of models
+# (0.1) it told the path; vLLM 0.2 has no /version.
+@pytest.mark.parametrize(
+    ("pages", "models", "runtime"),
+    [
+        ({"/v1/models": MODELS, "/get_model_info": {"model_path": "M"}, "/get_server_info": {}}, ("tiny",), "sglang"),
+        ({"/v1/models": MODELS}, ("tiny",), "sglang"),
+        ({"/get_model_info": {"model_path": "M"}}, ("M",), "sglang"),
+        ({"/v1/models": VLLM_MODELS}, ("tiny",), "vllm"),
+        ({"/v1/models": VLLM_MODELS, "/version": {"version": "0.6.0"}}, ("tiny",), "vllm"),
+    ],
+)
+async def test_older_engines_are_identified(pages: dict[str, Any], models: tuple[str, ...], runtime: str) -> None:
+    found = await read_metadata(Site(pages))
+    assert (found.model_ids, found.runtime, found.failed) == (models, runtime, ())
+    assert unidentified(spec(Role.PREFILL, "http://w:1"), found) == ""
 
 
 @pytest.mark.parametrize("junk", [None, 7, "x", [], [7], [{}], [{"id": 7}], [{"id": ""}], {"id": "m"}])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.workers.kv_config import KvConfig, kv_config
-from extproc.workers.pairing import PairingMode, mismatch, of_one_model, pairing_key, why_none
+from extproc.workers.pairing import PairingMode, hand_over_alike, mismatch, of_one_model, pairing_key, why_none
 from extproc.workers.pairing_key import ANY, Pairing
 from extproc.workers.worker import MOONCAKE, NIXL, Role, Worker, WorkerUrl
 
@@ -256,14 +256,32 @@ PAIRINGS = st.builds(
     *[st.sampled_from(["", "auto", "a", "b"])] * 4,
     *[st.sampled_from(["", "*", "0.32.0", "0.31.0"])] * 2,
     st.sampled_from(["", "x", "y"]),
+    st.sampled_from(["http", "grpc"]),
 )
 
 
 @given(PAIRINGS, PAIRINGS)
 def test_modes_are_ordered_and_sides_alike(one: Pairing, other: Pairing) -> None:
     """Who may be paired strictly may be leniently; and it is all the same which of the two is the prefill worker."""
-    assert mismatch(one, other, OFF) == ()
+    differ = one.connection_mode != other.connection_mode
+    assert mismatch(one, other, OFF) == (("connection_mode",) if differ else ())
     assert set(mismatch(one, other, LENIENT)) <= set(mismatch(one, other, STRICT))
     for mode in PairingMode:
         assert mismatch(one, other, mode) == mismatch(other, one, mode)
         assert mismatch(one, one, LENIENT) == ()
+
+
+@pytest.mark.parametrize("mode", PairingMode)
+@pytest.mark.parametrize("word", [{}, {"pairing_protocol": "x"}])
+def test_http_and_grpc_never_fit(mode: PairingMode, word: dict[str, str]) -> None:
+    over_http, over_grpc = (
+        Worker("w", WorkerUrl(scheme, "w", 1), Role.PREFILL, runtime="vllm", kv_connector=NIXL, labels=VLLM | word)
+        for scheme in ("http", "grpcs")
+    )
+    assert mismatch(over_http.pairing, over_grpc.pairing, mode) == ("connection_mode",)
+    assert mismatch(over_grpc.pairing, over_http.pairing, mode) == ("connection_mode",)
+    assert mismatch(over_grpc.pairing, over_grpc.pairing, mode) == ()
+    assert not hand_over_alike(over_http, over_grpc)
+    said = why_none([(over_http, over_grpc)], mode)
+    assert 'mismatch on ["connection_mode"]; ' in said
+    assert said.endswith('; connection_mode: ["http"] and ["grpc"])')

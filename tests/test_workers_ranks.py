@@ -310,7 +310,7 @@ class TestWatching:
             await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 3)
             server.extra_info = {"dp_size": 1}
             watch = f.monitor._watches[worker.id]
-            watch._identified_at -= 60
+            watch._identity.identified_at -= 60
             f.monitor.report_failure(worker.ranks[2])
             await until(f.registry, lambda: f.registry.usable(P, "tiny") == (worker,))
 
@@ -362,12 +362,12 @@ class TestWatching:
             worker = f.registry.add(spec(P, server.url, kv=KvConfig(MOONCAKE), bootstrap_port=server.bootstrap_port))
             await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 2)
             before, asked = list(f.registry), server.count("/version")
-            f.monitor._watches[worker.id]._identified_at -= 60
+            f.monitor._watches[worker.id]._identity.identified_at -= 60
             f.monitor.report_failure(worker.ranks[1])
             await eventually(lambda: server.count("/version") > asked and server.count("/query") > 1)
             assert list(f.registry) == before
             server.engine_ids = {"0": "e_dp0", "1": "e_dp1", "2": "e_dp2"}
-            f.monitor._watches[worker.id]._identified_at -= 60
+            f.monitor._watches[worker.id]._identity.identified_at -= 60
             f.monitor.report_failure(worker)
             await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 3)
             assert list(f.registry)[:2] == before

@@ -300,6 +300,8 @@ class TestReadiness:
         registry.set_status(decode, Status.NOT_READY)
         assert registry.readiness().reason == "no usable decode worker (of 1 registered)"
         assert registry.readiness().usable_workers == 1
+        registry.set_status(decode, Status.NOT_READY, "why")
+        assert registry.readiness().reason == "no usable decode worker (of 1 registered; why)"
         registry.set_status(decode, Status.READY)
         assert registry.readiness().ready
         registry.remove(prefill)

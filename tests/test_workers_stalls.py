@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
+import orjson
 import pytest
-from fleet import LONG, SLOW, engine, eventually, fleet, spec, until
+from fleet import LONG, SLOW, add_ready, engine, eventually, fleet, spec, until
 
+from extproc.mock import SglangMock, VllmMock
 from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.endpoints import Health
 from extproc.workers.health_state import HealthSettings
+from extproc.workers.metadata import Metadata
+from extproc.workers.rank_life import RankLife, rank_life
 from extproc.workers.signs_of_life import sign_of_life
 from extproc.workers.stalls import Stalls
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
@@ -27,7 +33,7 @@ class Rig:
         self.asked: list[str] = []
         self.answer = asyncio.Event()
         self.answer.set()
-        self.stalls = Stalls(self.workers, self._ask, after, lambda: self.time)
+        self.stalls = Stalls(self.workers, self._ask, self._ask, after, lambda: self.time)
 
     async def _ask(self, worker: Worker) -> None:
         self.asked.append(worker.id)
@@ -226,3 +232,144 @@ async def test_nobody_is_asked_where_it_is_too_early_or_switched_off(settings: H
         worker.begin()
         await asyncio.sleep(0.05)
         assert server.count("/health_generate") == 0
+
+
+# -- one of several ranks ----------------------------------------------------------------------------------------------
+
+
+def report(rank: int, at: float) -> Answer:
+    """SGLang's of one rank."""
+    return Answer(200, "application/json", orjson.dumps({"loads": [{"dp_rank": rank, "timestamp": at}]}))
+
+
+def figures(own: int, others: int) -> Answer:
+    """vLLM's of ranks 0 and 1."""
+    lines = (f'vllm:prompt_tokens_total{{engine="{rank}"}} {tokens}' for rank, tokens in ((0, others), (1, own)))
+    return Answer(200, "text/plain", "\n".join(lines).encode())
+
+
+REFUSED, DONE = Answer(400, "", b""), Answer(200, "", b"")
+
+
+class ToldOfRank(Told):
+    """The same, and an answer to what is asked of the rank; None: none comes."""
+
+    nudge: Answer | None = None
+
+    async def post_to(self, path: str, body: object, _within: float, headers: Mapping[str, str]) -> Answer:
+        self.posted.append((path, body))
+        self.headers = headers
+        if self.nudge is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        return self.nudge
+
+    async def life(self, runtime: str, nudge: Answer | None) -> RankLife:
+        self.nudge = nudge
+        worker = Worker("w", WorkerUrl("http", "w", 1), D, model_ids=("tiny",), runtime=runtime)
+        worker.dp_rank, worker.dp_size = 1, 2
+        return await rank_life(self.get, self.post_to, worker, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "answers", "nudge", "expected"),
+    [
+        ("sglang", [report(1, 5.0), report(1, 5.1)], None, RankLife.LIVES),
+        ("sglang", [report(1, 5.0)], None, RankLife.SILENT),
+        ("sglang", [report(1, 5.0)], DONE, RankLife.LIVES),
+        ("sglang", [report(1, 5.0)], REFUSED, RankLife.UNKNOWN),
+        ("sglang", [report(0, 5.0)], None, RankLife.UNKNOWN),
+        ("sglang", [report(1, 0.0)], None, RankLife.UNKNOWN),  # it has never said anything
+        ("sglang", [Answer(404, "", b"")], None, RankLife.UNKNOWN),
+        ("sglang", [Answer(200, "", b"<html>")], None, RankLife.UNKNOWN),
+        ("sglang", [NoAnswerError("before 0.5.13 it waits for all ranks")], None, RankLife.UNKNOWN),
+        ("sglang", [report(1, 5.0), NoAnswerError("gone")], None, RankLife.UNKNOWN),
+        ("vllm", [figures(7, 1), figures(8, 1)], None, RankLife.LIVES),
+        ("vllm", [figures(7, 1), figures(7, 2)], None, RankLife.SILENT),
+        ("vllm", [figures(7, 1)], DONE, RankLife.LIVES),
+        ("vllm", [figures(7, 1)], REFUSED, RankLife.UNKNOWN),
+        ("vllm", [Answer(200, "", b"")], None, RankLife.UNKNOWN),  # --disable-log-stats
+    ],
+)
+async def test_a_rank_is_asked_alone(
+    runtime: str, answers: list[Answer | Exception], nudge: Answer | None, expected: RankLife
+) -> None:
+    assert await ToldOfRank(*answers).life(runtime, nudge) is expected
+    assert "nudge" not in {task.get_name() for task in asyncio.all_tasks()}
+
+
+async def test_the_token_is_asked_of_that_rank() -> None:
+    engine = ToldOfRank(report(1, 5.0))
+    await engine.life("sglang", None)
+    ((path, body),) = engine.posted
+    assert path == "/generate"
+    assert isinstance(body, dict)
+    assert (body["routed_dp_rank"], body["bootstrap_room"] % 2, body["bootstrap_host"]) == (1, 1, "2.2.2.2")
+    engine = ToldOfRank(figures(1, 1))
+    await engine.life("vllm", None)
+    assert engine.posted == [("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1})]
+    assert engine.headers == {"x-data-parallel-rank": "1"}
+
+
+RANKED = HealthSettings(timeout=0.2, interval=60, stall=0.02, wedge=0.2)
+
+
+@pytest.mark.parametrize("make", [SglangMock, VllmMock])
+async def test_a_rank_that_hangs_is_out_alone_until_it_goes_on(make: type[SglangMock | VllmMock]) -> None:
+    async with make("decode", dp_size=3) as mock, fleet(RANKED, dp_aware=True) as f:
+        worker = f.registry.add(spec(D, mock.url))
+        await until(f.registry, lambda: len(f.registry.usable(D, None)) == 3)
+        first, hung, last = worker.ranks
+        mock.engine.hang(1)
+        turn = hung.begin()
+        await until(f.registry, lambda: not hung.usable)
+        reason = "wedged: 1 legs under way, no answer; rank 1 has not moved for 0.2 s"
+        assert (hung.status, f.registry.trouble(hung)) == (Status.NOT_READY, reason)
+        assert f.registry.usable(D, None) == (first, last)
+        assert "wedged" not in f.registry.trouble(first)
+        assert {endpoint.health for endpoint in f.envoy.published[-1].decode} == {Health.HEALTHY}
+        hung.end(turn)  # the client has left: no matter
+        seen = sum(record.path == "/health" for record in mock.requests)
+        await eventually(lambda: sum(record.path == "/health" for record in mock.requests) >= seen + 2)
+        assert not hung.usable
+        mock.engine.revive(1)
+        await until(f.registry, lambda: hung.usable)
+        assert "wedged" not in f.registry.trouble(hung)
+
+
+@pytest.mark.parametrize("make", [SglangMock, VllmMock])
+async def test_one_that_is_only_slow_stays_though_others_answer(make: type[SglangMock | VllmMock]) -> None:
+    async with make("decode", dp_size=2) as mock, fleet(RANKED, dp_aware=True) as f:
+        worker = f.registry.add(spec(D, mock.url))
+        await until(f.registry, lambda: len(f.registry.usable(D, None)) == 2)
+        worker.ranks[1].begin()
+        asked = "/v1/loads" if make is SglangMock else "/metrics"
+        await eventually(lambda: sum(record.path == asked for record in mock.requests) >= 8)
+        assert all(entry.usable for entry in worker.ranks)
+
+
+async def test_when_all_ranks_hang_the_server_is_out() -> None:
+    async with SglangMock("decode", dp_size=2) as mock, fleet(RANKED, dp_aware=True) as f:
+        worker = f.registry.add(spec(D, mock.url))
+        await until(f.registry, lambda: len(f.registry.usable(D, None)) == 2)
+        mock.engine.hang(0)
+        mock.engine.hang(1)
+        worker.ranks[1].begin()
+        await until(f.registry, lambda: not f.registry.usable(D, None))
+        assert f.registry.trouble(worker).startswith("wedged: 1 legs under way, no answer; GET /health_generate")
+        mock.engine.revive(0)
+        mock.engine.revive(1)
+        await until(f.registry, lambda: len(f.registry.usable(D, None)) == 2)
+
+
+async def test_ranks_that_come_later_are_not_out_with_the_first() -> None:
+    async with fleet(SLOW, dp_aware=True) as f:
+        server = add_ready(f.registry, D, "http://10.0.0.1:1", "tiny")
+        f.registry.describe(server, Metadata(model_ids=("tiny",), runtime="sglang", dp_size=2))
+        await until(f.registry, lambda: len(f.registry.usable(D, None)) == 2)
+        f.registry.hold(server, "wedged")
+        f.registry.describe(server, Metadata(model_ids=("tiny",), runtime="sglang", dp_size=3))
+        assert f.registry.usable(D, None) == server.ranks[1:]
+        f.registry.set_status(server, Status.NOT_READY, "down")
+        f.registry.hold(server, "")
+        assert {(entry.status, entry.reason) for entry in server.ranks} == {(Status.NOT_READY, "down")}

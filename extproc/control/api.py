@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from extproc.control.auth import Access, auth_middleware
+from extproc.control.engine_metrics import EngineMetricsRoutes
 from extproc.control.fallback import json_errors
 from extproc.control.fleet_routes import FleetRoutes
 from extproc.control.info_routes import InfoRoutes
@@ -63,10 +64,11 @@ class ControlApi:
             client_max_size=_LARGEST_BODY,
         )
         app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}).routes())
-        app.add_routes(WorkerRoutes(registry).routes())
+        app.add_routes(WorkerRoutes(registry, model_aliases or {}).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
         app.add_routes(LoadRoutes(registry).routes())
         app.add_routes(FleetRoutes(registry, client).routes())
+        app.add_routes(EngineMetricsRoutes(registry, client).routes())
         trials = TrialRoutes(registry, try_pair)
         app.add_routes(trials.routes())
         app.on_shutdown.append(trials.stop)

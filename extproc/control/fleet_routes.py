@@ -3,7 +3,8 @@
 SGLang 0.5.23 (``entrypoints/http_server.py``): ``POST /flush_cache`` is 400 while requests are under way;
 ``/start_profile`` and ``/stop_profile``. vLLM 0.32: ``POST /reset_prefix_cache`` (``serve/dev/cache/api_router.py``)
 answers ``{"success": bool}`` and is there with ``VLLM_SERVER_DEV_MODE=1`` only; the profiler's paths, the same as
-SGLang's (``serve/profile/api_router.py``), with ``--profiler-config`` only.
+SGLang's (``serve/profile/api_router.py``), with ``--profiler-config`` only. gRPC servers: see
+:mod:`extproc.workers.rpc.orders`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from extproc.control.auth import AUDIT
 from extproc.control.replies import fault, reply
 from extproc.workers.client import Answer, NoAnswerError, WorkerClient
 from extproc.workers.registry import Registry
+from extproc.workers.rpc.orders import NotDoneError, do
+from extproc.workers.rpc.services import FLUSH_CACHE, START_PROFILE, STOP_PROFILE
 from extproc.workers.worker import Status, Worker
 
 _AT_ONCE: Final = 64  # workers
@@ -35,12 +38,14 @@ class _Order:
         counted: the name of the number of workers that have done it.
         done: the message when all have.
         lacking: why a worker may not have the path, by runtime.
+        method: what it is called over gRPC.
     """
 
     paths: dict[str, str]
     counted: str
     done: str
     lacking: dict[str, str]
+    method: str
 
 
 _PROFILER: Final = {"vllm": "vLLM has it with --profiler-config only"}
@@ -50,18 +55,21 @@ _ORDERS: Final = {
         "workers_flushed",
         "Successfully flushed cache on all {} workers",
         {"vllm": "vLLM has it with VLLM_SERVER_DEV_MODE=1 only"},
+        FLUSH_CACHE,
     ),
     "/start_profile": _Order(
         {"sglang": "/start_profile", "vllm": "/start_profile"},
         "workers_started",
         "Profiling started on all {} workers",
         _PROFILER,
+        START_PROFILE,
     ),
     "/stop_profile": _Order(
         {"sglang": "/stop_profile", "vllm": "/stop_profile"},
         "workers_stopped",
         "Profiling stopped on all {} workers",
         _PROFILER,
+        STOP_PROFILE,
     ),
 }
 
@@ -94,16 +102,20 @@ class FleetRoutes:
         failed = [{"worker": name, "error": why} for name, why in zip(workers, problems, strict=True) if why]
         said: dict[str, object] = {"workers": len(workers), "failed": len(failed)}
         request[AUDIT] = said
-        return _summary(order, list(workers), failed)
+        over_grpc = sum(worker.url.is_grpc for worker in workers.values())
+        return _summary(order, list(workers), failed, over_grpc)
 
     async def _problem(self, worker: Worker, order: _Order, body: object, gate: asyncio.Semaphore) -> str:
         """Ask one worker; why it did not do it, empty when it did."""
-        path = order.paths[worker.runtime]
         try:
             async with gate:
+                if worker.url.is_grpc:
+                    await do(self._client.rpc, worker, order.method, body, within=_TIMEOUT)
+                    return ""
+                path = order.paths[worker.runtime]
                 answer = await self._client.post(worker, path, body, within=_TIMEOUT)
             _check(answer, path, order.lacking.get(worker.runtime, "this engine does not have it"))
-        except (NoAnswerError, _FailedError) as error:
+        except (NoAnswerError, NotDoneError, _FailedError) as error:
             return str(error)
         return ""
 
@@ -141,7 +153,7 @@ def _says_no(body: bytes) -> bool:
     return isinstance(value, dict) and value.get("success") is False
 
 
-def _summary(order: _Order, names: list[str], failed: list[dict[str, str]]) -> web.Response:
+def _summary(order: _Order, names: list[str], failed: list[dict[str, str]], over_grpc: int) -> web.Response:
     unwilling = {entry["worker"] for entry in failed}
     successful = [name for name in names if name not in unwilling]
     message = f"{len(successful)} of {len(names)} workers did it; see failed"
@@ -150,8 +162,8 @@ def _summary(order: _Order, names: list[str], failed: list[dict[str, str]]) -> w
             "status": "partial_success" if failed else "success",
             "message": message if failed else order.done.format(len(names)),
             order.counted: len(successful),
-            "total_http_workers": len(names),
-            "total_grpc_workers": 0,
+            "total_http_workers": len(names) - over_grpc,
+            "total_grpc_workers": over_grpc,
             "total_zmq_workers_skipped": 0,
             "total_workers": len(names),
             "successful": successful,

@@ -124,6 +124,13 @@ OPERATIONS: Final = (
         {200: ("the model", schemas.Model), 404: ("no worker serves it", schemas.Error)},
         parameters=(_MODEL_ID,),
     ),
+    Operation(
+        "get",
+        "/engine_metrics",
+        "engine_metrics",
+        "The Prometheus pages of all workers as one",
+        {200: ("the page", _TEXT), 503: ("no worker shows any", schemas.Error)},
+    ),
     Operation("get", "/get_loads", "get_loads", "What is under way", {200: ("loads", schemas.Loads)}),
     *(_information(path, "server") for path in ("/server_info", "/get_server_info")),
     *(_information(path, "model") for path in ("/model_info", "/get_model_info")),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from extproc.workers.registration_body import Card, Health, Overload, Resilience
+from extproc.workers.registration_body import Card, Health, HttpPool, Overload, Resilience
 
 _Role = Literal["regular", "prefill", "decode", "encode"]
 
@@ -127,11 +127,12 @@ class WorkerInfo(_Exact):
     url: str
     models: list[Card] = []
     worker_type: _Role
-    connection_mode: Literal["http"]
+    connection_mode: Literal["http", "grpc"]
     runtime_type: str
     labels: dict[str, str] = {}
     priority: int
     cost: float
+    bootstrap_host: str = ""
     bootstrap_port: int = 0
     kv_connector: str = ""
     kv_role: str = ""
@@ -144,17 +145,21 @@ class WorkerInfo(_Exact):
     health: Health = Health()
     resilience: Resilience = Resilience()
     overload: Overload = Overload()
+    kv_block_size: int = 0
+    http_pool: HttpPool = HttpPool()
+    multimodal_tensor_transport: str = ""
+    multimodal_shm_min_bytes: int = 0
     is_healthy: bool
     status: Literal["pending", "ready", "not_ready", "failed", "draining"]
     status_reason: str = ""
     load: int
     http2: bool
-    pd_pairing: str
+    pd_pairing: str = Field(default="", description="of prefill and decode workers")
     job_status: Job | None = Field(default=None, description="of one worker only, while there is a job")
 
 
 class WorkerStats(_Exact):
-    """How many of each role."""
+    """How many of each role; encode workers are in ``total`` only, as with the peer."""
 
     prefill_count: int
     decode_count: int

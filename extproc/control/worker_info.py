@@ -47,19 +47,26 @@ def worker_details(registry: Registry, worker: Worker) -> dict[str, object]:
 def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
     """The worker's fields; those that say nothing are left out, and the API key always is."""
     spec = registry.spec(worker)
+    engine_id = worker.kv_engine_id or spec.kv.engine_id
     optional: dict[str, object] = {
         "models": worker.cards,
         "labels": worker.labels,
+        "bootstrap_host": spec.bootstrap_host,
         "bootstrap_port": worker.bootstrap_port,
         "kv_connector": worker.kv_connector,
         "kv_role": worker.kv_role,
-        "kv_engine_id": (not worker.ranks and spec.kv.engine_id) or shown_id(worker.kv_engines),
+        "kv_engine_id": (not worker.ranks and engine_id) or shown_id(worker.kv_engines),
         "health": said(spec.health),
         "resilience": said(spec.resilience),
         "overload": said(spec.overload),
         "load_monitor_interval_secs": spec.load_monitor_interval_secs,
+        "kv_block_size": spec.kv_block_size,
+        "http_pool": said(spec.http_pool),
+        "multimodal_tensor_transport": spec.multimodal_tensor_transport,
+        "multimodal_shm_min_bytes": spec.multimodal_shm_min_bytes,
         # Ours: the peer says nothing of why a worker is out.
         "status_reason": registry.trouble(worker),
+        "pd_pairing": pairing_key(worker) if worker.role in (Role.PREFILL, Role.DECODE) else "",
     }
     ranked = {"dp_base_url": worker.base_url, "dp_rank": worker.dp_rank, "dp_size": worker.dp_size}
     return {
@@ -67,7 +74,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         **({"model_id": worker.model_ids[0]} if worker.model_ids else {}),
         "url": worker.name,
         "worker_type": worker.role.value,
-        "connection_mode": "http",
+        "connection_mode": worker.url.connection_mode,
         "runtime_type": worker.runtime,
         "priority": worker.priority,
         "cost": worker.cost,
@@ -77,8 +84,7 @@ def worker_info(registry: Registry, worker: Worker) -> dict[str, object]:
         "is_healthy": worker.sought,
         "status": worker.status.value,
         "load": worker.load,
-        "http2": False,
-        "pd_pairing": pairing_key(worker),
+        "http2": worker.url.is_grpc,
     }
 
 

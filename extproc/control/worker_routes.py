@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -16,10 +17,11 @@ from extproc.workers.worker import Worker
 
 
 class WorkerRoutes:
-    """The handlers; ``registry`` does the work."""
+    """The handlers; ``registry`` does the work. ``aliases`` stand for models."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, aliases: Mapping[str, str]) -> None:
         self._registry = registry
+        self._aliases = aliases
 
     def routes(self) -> list[web.RouteDef]:
         """What to add to the application."""
@@ -33,7 +35,8 @@ class WorkerRoutes:
         ]
 
     async def _list(self, request: web.Request) -> web.Response:
-        return reply(worker_list(self._registry, request.query.get("model")))
+        model = request.query.get("model")
+        return reply(worker_list(self._registry, None if model is None else self._aliases.get(model, model)))
 
     async def _add(self, request: web.Request) -> web.Response:
         try:
@@ -122,12 +125,16 @@ def _check_same(worker: Worker, spec: WorkerSpec) -> None:
         raise SpecError(f"URL must match: worker {worker.id} is at {worker.url}, not {spec.url}")
     if spec.role is not worker.role:
         role = worker.role.value
-        raise SpecError(f"`worker_type` cannot change: worker {worker.id} is a {role} worker; DELETE and POST it")
+        raise SpecError(
+            f"`worker_type` cannot change: worker {worker.id} is a {role} worker; DELETE /workers/{worker.id}, then "
+            f"POST /workers with `{spec.role.value}`"
+        )
 
 
 def _accepted(worker: Worker, spec: WorkerSpec, message: str, **more: object) -> web.Response:
     accepted: dict[str, object] = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
-    if warnings := (*spec.idle, *spec.unused):  # ours
+    unserved = (spec.unserved,) if spec.unserved else ()
+    if warnings := (*unserved, *spec.idle, *spec.unused):  # ours
         accepted["warnings"] = warnings
     return reply(accepted, 202)
 

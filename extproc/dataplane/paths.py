@@ -40,7 +40,7 @@ NOT_IMPLEMENTED_PATHS = (
     "/v1/images/generations",
 )
 
-# Any method; the control API answers wrong ones itself. `/metrics` has its own port.
+# Any method; the control API answers wrong ones itself. `/metrics`, the gateway's own, has a port of its own.
 CONTROL_PATHS = (
     "/workers",
     "/readiness",
@@ -48,6 +48,7 @@ CONTROL_PATHS = (
     "/liveness",
     "/v1/models",
     "/get_loads",
+    "/engine_metrics",
     "/get_server_info",
     "/get_model_info",
     "/server_info",

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from extproc.dataplane import child
 from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.config import DataplaneConfig
+from extproc.dataplane.own_directory import OwnDirectory
 from extproc.names import CLIENT_LISTENER
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class EnvoyProcess:
         self._path = path
         self._log_level = _ENVOY_LEVELS[log_level]
         self._program = ""
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: OwnDirectory | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._log_reader: asyncio.Task[None] | None = None
         self._last_words = ""
@@ -104,7 +104,7 @@ class EnvoyProcess:
     def _admin_address_file(self) -> Path:
         """Where Envoy writes which admin port it has."""
         assert self._directory is not None
-        return Path(self._directory.name) / "admin"
+        return self._directory.path / "admin"
 
     @property
     def _running(self) -> asyncio.subprocess.Process:
@@ -159,13 +159,13 @@ class EnvoyProcess:
 
     def _remove_files(self) -> None:
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.remove()
             self._directory = None
             Path(self._config.egress.removeprefix("unix:")).unlink(missing_ok=True)  # Envoy leaves it behind
 
     async def _launch(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="pd-extproc-")
-        configuration = Path(self._directory.name) / "envoy.yaml"
+        self._directory = OwnDirectory()
+        configuration = self._directory.path / "envoy.yaml"
         configuration.write_text(bootstrap_yaml(self._config))
         arguments = [
             *("-c", str(configuration)),

@@ -221,7 +221,7 @@ def _names_of(rid: str, prompts: int | None) -> Sequence[str]:
 
 
 def _bootstrap_members(prefill: Worker, rooms: tuple[int, ...], prompts: int | None) -> bytes:
-    host, port = _address(prefill.url.bracketed_host, prefill.bootstrap_port)
+    host, port = _address(prefill.bootstrap_host, prefill.bootstrap_port)
     if prompts is None:
         return b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d' % (host, port, rooms[0])
     hosts, ports = b",".join([host] * prompts), b",".join([port] * prompts)

@@ -9,6 +9,7 @@ import sys
 
 import uvloop
 
+from extproc.mock.rpc.worker import RpcMock
 from extproc.mock.sglang.engine import Layout
 from extproc.mock.sglang.rendezvous import DEFAULT_PORT
 from extproc.mock.sglang.worker import SglangMock
@@ -17,7 +18,12 @@ from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang", help="whose rules to follow")
+    parser.add_argument(
+        "--engine", choices=["sglang", "vllm", "tokenspeed"], default="sglang", help="whose rules to follow"
+    )
+    parser.add_argument(
+        "--grpc", action="store_true", help="the engine's gRPC server, as far as it is; TokenSpeed has no other"
+    )
     parser.add_argument(
         "--role",
         choices=["prefill", "decode", "regular", "aggregated"],
@@ -80,7 +86,10 @@ def _add_vllm(group: argparse._ArgumentGroup) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns 0, or 1 after a request that ends the engine, 2 when a port is taken."""
-    mock = _vllm(options) if options.engine == "vllm" else _sglang(options)
+    if options.grpc or options.engine == "tokenspeed":
+        mock: SglangMock | VllmMock | RpcMock = _rpc(options)
+    else:
+        mock = _vllm(options) if options.engine == "vllm" else _sglang(options)
     return uvloop.run(_serve(mock, options.engine, options.grace))
 
 
@@ -142,7 +151,22 @@ def _vllm(options: argparse.Namespace) -> VllmMock:
     )
 
 
-async def _serve(mock: SglangMock | VllmMock, engine: str, grace: float) -> int:
+def _rpc(options: argparse.Namespace) -> RpcMock:
+    in_a_pair = options.engine == "vllm" and options.role in ("prefill", "decode")
+    return RpcMock(
+        options.engine,
+        "regular" if options.role == "aggregated" else options.role,
+        connector=(options.kv_connector or NIXL) if in_a_pair else "",
+        host=options.host,
+        port=options.port,
+        bootstrap_port=options.bootstrap_port,
+        engine_id=options.engine_id,
+        model=options.model,
+        dp_size=options.dp_size,
+    )
+
+
+async def _serve(mock: SglangMock | VllmMock | RpcMock, engine: str, grace: float) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

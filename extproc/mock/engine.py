@@ -104,6 +104,26 @@ class Engine(ABC, Generic[AnySequence]):
     def __init__(self) -> None:
         self.live: dict[str, AnySequence] = {}
         self.admitted = 0
+        self._hung: dict[int, tuple[float, asyncio.Event]] = {}  # by rank: since when, and that it goes on
+
+    def hang(self, rank: int) -> None:
+        """A rank stops working, as with a scheduler that hangs: what is sent to it waits, what it reports gets old."""
+        self._hung.setdefault(rank, (time.time(), asyncio.Event()))
+
+    def revive(self, rank: int) -> None:
+        """A rank that hangs goes on."""
+        if (hung := self._hung.pop(rank, None)) is not None:
+            hung[1].set()
+
+    def hangs_since(self, rank: int) -> float | None:
+        """By ``time.time()``; None: it works."""
+        hung = self._hung.get(rank)
+        return None if hung is None else hung[0]
+
+    async def works(self, rank: int) -> None:
+        """Returns when a rank works."""
+        while (hung := self._hung.get(rank)) is not None:
+            await hung[1].wait()
 
     def admit(self, batch: Batch[AnySequence]) -> None:
         """Take a batch in; raises RequestError where the engine refuses, CrashError where it dies."""
@@ -121,11 +141,15 @@ class Engine(ABC, Generic[AnySequence]):
 
     async def run(self, sequence: AnySequence, pace: Pace) -> AsyncIterator[AnySequence]:
         """Write a sequence; yields it after every token, the last time with its ``finish``."""
+        if self._hung:
+            await self.works(sequence.rank)
         if await self._begin(sequence, pace):
             total = len(sequence.text.ids)
             for count in range(1, total + 1):
                 if count > 1:
                     await sequence.sleep(pace.token)
+                if self._hung:
+                    await self.works(sequence.rank)
                 if sequence.stopped:
                     break
                 sequence.written = count
@@ -136,6 +160,8 @@ class Engine(ABC, Generic[AnySequence]):
 
     async def complete(self, sequence: AnySequence, pace: Pace) -> None:
         """Write a sequence without stopping on the way."""
+        if self._hung:
+            await self.works(sequence.rank)
         if not await self._begin(sequence, pace):
             return
         total = len(sequence.text.ids)

@@ -55,6 +55,7 @@ class Addresses:
     ) -> None:
         self.refusal = ""  # why Envoy did not take the last endpoints; empty when it did
         self._places: dict[str, _Place] = {}
+        self._holders: dict[tuple[Role, str], _Place] = {}  # by address; some may be there no more
         self._moved = moved
         self._until_idle = until_idle
         self._retiring: set[asyncio.Task[None]] = set()
@@ -65,12 +66,14 @@ class Addresses:
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is; see Registry.place. Raises EndpointTakenError."""
         place = self._places.setdefault(worker.id, _Place(worker))
-        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.scheme == "https")
+        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.tls)
         if place.wanted == endpoint:
             return
         holder = self._holder(endpoint, place)
         place.wanted = None if holder else endpoint
-        if holder is not None:
+        if holder is None:
+            self._holders[worker.role, endpoint.address] = place
+        else:
             self._settle(place)
         self._publisher.request()
         if holder is not None:
@@ -107,15 +110,17 @@ class Addresses:
 
     def _holder(self, endpoint: Endpoint, applicant: _Place) -> Worker | None:
         """Who else of the role is at the endpoint's address; retired addresses are free for others."""
-        for place in self._of_role(applicant.worker.role):
-            if place is not applicant and any(held.address == endpoint.address for held in place.held()):
-                return place.worker
-        return None
+        place = self._holders.get((applicant.worker.role, endpoint.address))
+        if place is None or place is applicant or self._places.get(place.worker.id) is not place:
+            return None
+        return place.worker if any(held.address == endpoint.address for held in place.held()) else None
 
     def _of_role(self, role: Role) -> Iterator[_Place]:
         return (place for place in self._places.values() if place.worker.role is role)
 
     def _snapshot(self) -> Snapshot:
+        places = self._places.values()
+        self._holders = {(place.worker.role, held.address): place for place in places for held in place.held()}
         return Snapshot(prefill=self._endpoints(Role.PREFILL), decode=self._endpoints(Role.DECODE))
 
     def _endpoints(self, role: Role) -> tuple[Endpoint, ...]:
@@ -167,10 +172,11 @@ def _health(worker: Worker) -> Health:
     """
     if worker.status is Status.DRAINING:
         return Health.DRAINING
-    if worker.status in (Status.NOT_READY, Status.FAILED):
-        return Health.UNHEALTHY
-    shut = all(entry.breaker.state is BreakerState.OPEN for entry in entries(worker))
-    return Health.UNHEALTHY if shut else Health.HEALTHY
+    return Health.UNHEALTHY if all(map(_is_out, entries(worker))) else Health.HEALTHY
+
+
+def _is_out(entry: Worker) -> bool:
+    return entry.status in (Status.NOT_READY, Status.FAILED) or entry.breaker.state is BreakerState.OPEN
 
 
 def _in_health(endpoint: Endpoint, health: Health) -> Endpoint:

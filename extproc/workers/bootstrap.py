@@ -100,4 +100,4 @@ def _silent(worker: Worker, port: int, why: Exception) -> str:
 
 
 def _name(worker: Worker, port: int) -> str:
-    return f"{worker.url.bracketed_host}:{port}"
+    return f"{worker.bootstrap_host}:{port}"

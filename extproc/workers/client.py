@@ -16,10 +16,14 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from extproc.workers.no_answer import NoAnswerError, UnreachableError
 from extproc.workers.one_request import BadAnswerError, ConnectionTimeoutError, Tls, Where
 from extproc.workers.probe import status_of
 from extproc.workers.quick_get import quick_get
+from extproc.workers.rpc.channels import Channels
 from extproc.workers.worker import Worker
+
+__all__ = ["Answer", "NoAnswerError", "UnreachableError", "WorkerClient"]
 
 _ANSWER_LIMIT = 16 << 20  # bytes; /server_info of a large engine is some hundred KB
 
@@ -38,25 +42,21 @@ class Answer:
         return 200 <= self.status < 300
 
 
-class NoAnswerError(Exception):
-    """The worker did not answer; the message says why."""
-
-
-class UnreachableError(NoAnswerError):
-    """There was no connection: refused, no route, reset before an answer, or TLS failed."""
-
-
 class WorkerClient:
     """HTTP/1.1 to workers, one connection per question: a probe that reuses a connection would not see a dead listener.
 
     ``tls`` is what ``https://`` workers are verified with; None is the system's trust store. A connection must be made
     within ``connect_limit`` seconds, by default Envoy's own limit for workers.
+
+    Attributes:
+        rpc: the same for workers over gRPC.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None, connect_limit: float = 2.0) -> None:
         self._tls = tls
         self._connect_limit = connect_limit
         self._session: aiohttp.ClientSession | None = None
+        self.rpc = Channels(tls, connect_limit)
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,11 +73,15 @@ class WorkerClient:
         """
         return await self._ask_worker(worker, "GET", path, {}, None, within, ip)
 
-    async def get_often(self, worker: Worker, path: str, *, within: float, most: int) -> Answer:
+    async def get_often(
+        self, worker: Worker, path: str, *, within: float, ip: str | None = None, most: int = _ANSWER_LIMIT
+    ) -> Answer:
         """As :meth:`get`, at a third of the cost; of the answer ``most`` bytes at most, and not its content type."""
         with _told(path, within, self._connect_limit):
             async with asyncio.timeout(within):
-                status, body = await quick_get(self._where(worker, _ip_of(worker)), _request(worker, path), most=most)
+                status, body = await quick_get(
+                    self._where(worker, ip or _ip_of(worker)), _request(worker, path), most=most
+                )
         return Answer(status, "", body)
 
     async def probe(self, worker: Worker, path: str, *, within: float, ip: str) -> int:
@@ -104,19 +108,25 @@ class WorkerClient:
         return await self._ask_worker(worker, "POST", path, own, orjson.dumps(body), within, ip)
 
     async def get_beside(self, worker: Worker, port: int, path: str, *, within: float, ip: str | None = None) -> Answer:
-        """``GET path`` of another server on the worker's host: plain HTTP, and not shown the worker's key.
+        """``GET path`` of another server on the worker's bootstrap host: plain HTTP, and not shown the worker's key.
 
-        Else as :meth:`get`.
+        ``ip`` is where the host of the worker's URL is. Else as :meth:`get_often`.
         """
-        headers = {"host": f"{worker.url.bracketed_host}:{port}"}
-        base = URL.build(scheme="http", host=ip or _ip_of(worker), port=port)
-        return await self._ask("GET", base, path, headers, None, within)
+        request = _request_of(f"{worker.bootstrap_host}:{port}", path)
+        with _told(path, within, self._connect_limit):
+            async with asyncio.timeout(within):
+                where = Where(_beside(worker, ip), port, self._connect_limit, None)
+                status, body = await quick_get(where, request, most=_ANSWER_LIMIT)
+        return Answer(status, "", body)
 
     async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
-        """Whether anything listens on another port of the worker's host; raises UnreachableError when nothing does."""
+        """Whether anything listens on a port of the worker's bootstrap host; raises UnreachableError when nothing does.
+
+        ``ip`` is where the host of the worker's URL is.
+        """
         try:
             async with asyncio.timeout(self._connect_limit):
-                _, writer = await asyncio.open_connection(ip or _ip_of(worker), port)
+                _, writer = await asyncio.open_connection(_beside(worker, ip), port)
         except TimeoutError:
             raise UnreachableError(f"no connection within {self._connect_limit:g} s") from None
         except OSError as error:
@@ -189,6 +199,7 @@ class WorkerClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        await self.rpc.close()
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -217,16 +228,28 @@ def _told(path: str, within: float, connect_limit: float) -> Iterator[None]:
 
 def _request(worker: Worker, path: str) -> bytes:
     """A GET on a connection of its own."""
-    fields = [f"GET {path} HTTP/1.1", f"host: {worker.url.authority}", "accept: */*", "accept-encoding: identity"]
-    if worker.api_key:
-        fields.append(f"authorization: Bearer {worker.api_key}")
+    key = (f"authorization: Bearer {worker.api_key}",) if worker.api_key else ()
+    return _request_of(worker.url.authority, path, *key)
+
+
+def _request_of(host: str, path: str, *more: str) -> bytes:
+    fields = [f"GET {path} HTTP/1.1", f"host: {host}", "accept: */*", "accept-encoding: identity", *more]
     return ("\r\n".join([*fields, "connection: close"]) + "\r\n\r\n").encode()
 
 
 def _ip_of(worker: Worker) -> str:
-    if worker.endpoint is None:
+    if worker.endpoint is not None:
+        return worker.endpoint.rpartition(":")[0].strip("[]")
+    if worker.ip is None:
         raise UnreachableError(f"worker {worker.url} has no address")
-    return worker.endpoint.rpartition(":")[0].strip("[]")
+    return worker.ip
+
+
+def _beside(worker: Worker, ip: str | None) -> str:
+    """Where the worker's bootstrap server is: at ``ip`` too, unless it was registered with a host of its own."""
+    if worker.bootstrap_host != worker.url.bracketed_host:
+        return worker.bootstrap_host.strip("[]")
+    return ip or _ip_of(worker)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -58,10 +58,13 @@ def refusal(name: str) -> str:
     return f"{name}: its handoff is not supported ({why})" if why else ""
 
 
-def doubt(name: str) -> str:
-    """What should be said of a worker registered with this canonical name (empty: with none), if anything."""
+def doubt(name: str, *, asked: bool = False) -> str:
+    """What should be said of a worker with this canonical name (empty: with none), if anything.
+
+    ``asked``: the server itself has told it, or that it has none; else the registration has.
+    """
     if not name:
-        return f"no kv_connector registered: {_RELAYED}"
+        return f"{'the server has no kv_connector' if asked else 'no kv_connector registered'}: {_RELAYED}"
     if name in BY_FIELDS or name in WITHOUT_FIELDS:
         return ""
     return f"connector {name} is not known: {_RELAYED}"

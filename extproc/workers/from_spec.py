@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from extproc.workers.connectors import BY_FIELDS
 from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
@@ -14,17 +16,24 @@ def take_over(spec: WorkerSpec, worker: Worker) -> None:
     worker.model_ids = spec.model_ids
     worker.cards = spec.cards
     worker.bootstrap_port = spec.bootstrap_port
+    worker.bootstrap_host = spec.bootstrap_host or spec.url.bracketed_host
+    worker.unserved = spec.unserved
     worker.api_key = spec.api_key
     worker.priority = spec.priority
     worker.cost = spec.cost
-    worker.labels = dict(spec.labels)
+    worker.labels = _labels(spec, {})
     worker.kv_connector = spec.kv.connector
     worker.kv_role = spec.kv.role
     worker.enforces_handshake = spec.kv.enforces_handshake
-    # Only vLLM has connectors.
-    worker.runtime = spec.runtime or ("vllm" if spec.kv.connector else "sglang")
+    worker.runtime = registered_runtime(spec) or "sglang"
+    worker.kv_engine_id = ""
     worker.update_pairing()
     worker.kv_engines = named_engines(spec)
+
+
+def registered_runtime(spec: WorkerSpec) -> str | None:
+    """The engine by its registration: only vLLM has connectors. None: it does not say."""
+    return spec.runtime or ("vllm" if spec.kv.connector else None)
 
 
 def named_engines(spec: WorkerSpec) -> tuple[KvEngine, ...]:
@@ -39,8 +48,10 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
 
     ``ranks_known``: how many data-parallel ranks it says it has counts more than what is registered.
     """
+    kv = spec.kv.or_else(found.kv)
+    worker.kv_connector, worker.kv_role, worker.kv_engine_id = kv.connector, kv.role, found.kv.engine_id
     layout = found.layout if worker.kv_connector in BY_FIELDS else {}
-    worker.labels = {**found.labels, **layout, **spec.labels}
+    worker.labels = _labels(spec, {**found.labels, **layout})
     if ranks_known and found.dp_size is not None:
         worker.labels["dp_size"] = str(found.dp_size)
     worker.runtime = spec.runtime or found.runtime or worker.runtime
@@ -52,3 +63,14 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
     if worker.role is Role.PREFILL and spec.bootstrap_port is None:
         worker.bootstrap_port = found.bootstrap_port
     worker.update_pairing()
+
+
+def _labels(spec: WorkerSpec, said: Mapping[str, str]) -> dict[str, str]:
+    """What is registered wins over what the engine has ``said``, but for a block size: that is a stopgap.
+
+    The peer has ``kv_block_size`` for its prefix cache, where a wrong one costs little; here it decides pairs.
+    """
+    labels = {**said, **spec.labels}
+    if spec.kv_block_size is not None and "page_size" not in labels:
+        labels.setdefault("block_size", str(spec.kv_block_size))
+    return labels

@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from extproc.workers.client import WorkerClient
+from extproc.workers.contact import Contact, HttpContact
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Change, Registry
 from extproc.workers.resolver import Resolver
+from extproc.workers.restarts import Restarts
+from extproc.workers.rounds import Rounds
+from extproc.workers.rpc.contact import GrpcContact
 from extproc.workers.stalls import Stalls
 from extproc.workers.watch import Watch
 from extproc.workers.worker import Status, Worker
@@ -38,8 +42,17 @@ class Monitor:
         self._pace = pace or Pace()
         self._token_reuse = token_reuse
         self._refresh = MooncakeRefresh(registry, client)
-        self._stalls = Stalls(registry, self._ask_for_life, self._settings.stall)
+        self._stalls = Stalls(registry, self._ask_for_life, self._ask_rank_for_life, self._settings.stall)
         self._gate = asyncio.Semaphore(self._pace.concurrency)
+        self._rounds = Rounds()
+        self._restarts = Restarts(
+            registry,
+            client,
+            self._restarted,
+            self._gate,
+            interval=self._pace.restart,
+            within=self._settings.timeout,
+        )
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -51,6 +64,7 @@ class Monitor:
         for worker in self._registry:
             self._changed(worker, Change.ADDED)
         self._stalls.start()
+        self._restarts.start()
 
     async def stop(self) -> None:
         """Stop watching; returns when no probe is under way."""
@@ -58,6 +72,7 @@ class Monitor:
             self._unsubscribe()
             self._unsubscribe = None
         await self._stalls.stop()
+        await self._restarts.stop()
         for worker_id in tuple(self._watches):
             self._forget(worker_id)
         if self._ending:
@@ -98,10 +113,20 @@ class Monitor:
         if watch is not None:
             watch.look_again()
 
+    def _restarted(self, worker: Worker) -> None:
+        watch = self._watches.get(worker.id)
+        if watch is not None:
+            watch.report_restart()
+
     async def _ask_for_life(self, worker: Worker) -> None:
         watch = self._watches.get(worker.server.id)
         if watch is not None:
             await watch.ask_for_life()
+
+    async def _ask_rank_for_life(self, worker: Worker) -> None:
+        watch = self._watches.get(worker.server.id)
+        if watch is not None:
+            await watch.ask_rank_for_life(worker)
 
     def _changed(self, worker: Worker, change: Change) -> None:
         if change is Change.ADDED:
@@ -109,6 +134,8 @@ class Monitor:
                 self._watch(worker)
         elif worker.status is Status.DRAINING:
             self._forget(worker.id)
+            if change is Change.REMOVED:
+                self._client.rpc.forget(worker)
         elif change is Change.SPEC and worker.server is worker:
             self._respecified(worker)
 
@@ -119,16 +146,22 @@ class Monitor:
         watch = Watch(
             worker,
             self._registry,
+            self._contact(worker),
             self._client,
             self._resolver,
             settings,
             self._pace,
             self._gate,
             self._refresh,
-            token_reuse=self._token_reuse,
+            self._rounds,
         )
         self._watches[worker.id] = watch
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(watch.run(), name=f"watch-{worker.id}")
+
+    def _contact(self, worker: Worker) -> Contact:
+        if worker.url.is_grpc:
+            return GrpcContact(worker, self._client.rpc)
+        return HttpContact(worker, self._client, token_reuse=self._token_reuse, dp_aware=self._registry.dp_aware)
 
     def _respecified(self, worker: Worker) -> None:
         """The worker's registration is another: one that has to join (again) is watched from the beginning."""

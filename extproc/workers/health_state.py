@@ -56,7 +56,7 @@ class Pace:
     report: float = 1.0  # least time between a probe and one that the data path asks for
     doubt: float = 5.0  # least time between two identifications that the data path gives reason for
     ranks: float = 300.0  # until a server is asked again how many data-parallel ranks it has
-    restart: float = 10.0  # between probes of a Mooncake prefill, whose restart nobody would report
+    restart: float = 10.0  # between questions to a Mooncake prefill's bootstrap server: nobody reports a restart
     resolve: float = 30.0  # between look-ups of a name
     jitter: float = 0.1  # of every pause, so that many workers are not probed in step
     concurrency: int = 128  # probes under way at once
@@ -76,6 +76,7 @@ class HealthState:
     FAILED, never READY     1 success                                  READY
     FAILED, once READY      success_threshold successes                READY
     READY                   what requests met with, or a wedge         NOT_READY
+    READY                   1 success, and it is not known what it is  NOT_READY
     any                     1 result that shows it is the wrong kind   FAILED
     ======================  =========================================  =========
 
@@ -117,6 +118,14 @@ class HealthState:
         """What a request met with, or was left waiting for, says more than a probe."""
         self.failures = self.successes = 0
         self.status = Status.NOT_READY
+        return self.status
+
+    def withheld(self) -> Status:
+        """The worker is healthy, but nobody knows what it is: it need not show its health again when it says so."""
+        self.failures = 0
+        self.successes += 1
+        if self.status is Status.READY:
+            self.status = Status.NOT_READY
         return self.status
 
     def unfit(self) -> Status:

@@ -5,7 +5,7 @@ It is worked out once after each change, so that a request pays a few dict looku
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,7 +60,7 @@ class Index:
     """See the module.
 
     Args:
-        workers: all that are registered, in whatever state.
+        workers: all that are registered, in whatever state. What those serve that get no requests is not counted.
         pairing: how prefill and decode workers are compared.
         sheds: overloaded workers are not used even where there are no others.
     """
@@ -80,6 +80,10 @@ class Index:
         self._of_roles = {}
         self._pairs = {}
         self._models = None
+        self._readiness = None
+
+    def forget_reasons(self) -> None:
+        """What is said of a worker is another, and nothing else."""
         self._readiness = None
 
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
@@ -124,18 +128,21 @@ class Index:
     def models(self) -> Mapping[str, None]:
         """Every model id that a worker is known to serve, in order of registration."""
         if self._models is None:
-            self._models = dict.fromkeys(model for worker in self._workers() for model in worker.model_ids)
+            self._models = dict.fromkeys(model for worker in self._serving() for model in worker.model_ids)
         return self._models
 
     def knows_model(self, model: str) -> bool:
         """See Registry."""
-        return model in self.models() or any(not worker.model_ids for worker in self._workers())
+        return model in self.models() or any(not worker.model_ids for worker in self._serving())
 
     def readiness(self) -> Readiness:
         """See Registry."""
         if self._readiness is None:
             self._readiness = assess(list(self._workers()), self._pairing)
         return self._readiness
+
+    def _serving(self) -> Iterator[Worker]:
+        return (worker for worker in self._workers() if not worker.unserved)
 
     def _side(self, role: Role, model: str | None) -> _Side:
         workers = self._of_roles.get(role)

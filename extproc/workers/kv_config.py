@@ -17,7 +17,7 @@ from extproc.workers.connectors import BY_FIELDS, MULTI, WITHOUT_FIELDS, canonic
 from extproc.workers.worker import Role
 
 KV_ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
-_WRONG_WAY: Final = {(Role.PREFILL, "kv_consumer"), (Role.DECODE, "kv_producer")}
+WRONG_WAY: Final = {(Role.PREFILL, "kv_consumer"), (Role.DECODE, "kv_producer")}
 
 
 class KvConfigError(ValueError):
@@ -75,7 +75,7 @@ def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvC
     _refuse(found)
     if found.role and found.role not in KV_ROLES:
         raise KvConfigError(f"kv_role {found.role!r}: expected one of {', '.join(KV_ROLES)}")
-    if (role, found.role) in _WRONG_WAY:
+    if (role, found.role) in WRONG_WAY:
         raise KvConfigError(f"registered as {role.value}, but kv_role is {found.role}")
     return found
 

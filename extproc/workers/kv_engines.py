@@ -37,7 +37,7 @@ class Told(NamedTuple):
 
 def bootstrap_address(prefill: Worker) -> str:
     """What a decode must be told of a Mooncake prefill's bootstrap server: ``http://host:port``."""
-    return f"http://{prefill.url.bracketed_host}:{prefill.bootstrap_port or MOONCAKE_BOOTSTRAP_PORT}"
+    return f"http://{prefill.bootstrap_host}:{prefill.bootstrap_port or MOONCAKE_BOOTSTRAP_PORT}"
 
 
 def dp_size(labels: Mapping[str, str]) -> int:

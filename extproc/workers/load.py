@@ -1,12 +1,11 @@
-"""How loaded an engine says it is: the records, and reading them out of what engines answer. Pure.
+"""How loaded an engine says it is: the records, and reading them out of SGLang's JSON. Pure.
 
 Where an engine says it, as of SGLang 0.5.23 and vLLM 0.32:
 
 ========================================  ============================================================================
 ``/v1/loads`` (SGLang)                    ``entrypoints/v1_loads.py``, ``managers/load_snapshot.py``: an entry per rank
 ``/get_load`` (SGLang before 0.5.9)       requests and tokens per rank; older ones say one number of tokens
-``/metrics`` (vLLM; SGLang: by option)    ``v1/metrics/loggers.py``: label ``engine`` is the rank;
-                                          ``observability/metrics_collector.py``: ``dp_rank``, and others besides
+``/metrics`` (vLLM; SGLang: by option)    :mod:`extproc.workers.load_metrics`
 ========================================  ============================================================================
 
 What an engine does not say is None, never zero: a worker of which nothing is known is not an idle one.
@@ -15,9 +14,7 @@ What an engine does not say is None, never zero: a worker of which nothing is kn
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -196,11 +193,16 @@ def _queued(section: Mapping[str, Any], names: Sequence[str]) -> int | None:
 def of_get_load(body: bytes) -> list[RankLoad] | None:
     """Read an answer to ``/get_load``; None when it is none.
 
+    Before 0.5.3 it is ``{"load": TOKENS}``; then a list of ``dp_rank``, ``num_reqs``,
+    ``num_waiting_reqs``, ``num_tokens`` for each rank, later ``num_pending_tokens`` and ``ts_tic`` besides (SGLang
+    ``managers/io_struct.py``, ``GetLoadReqOutput``). Deprecated, a shim over ``/v1/loads`` of the same fields since
+    sglang#23010 (April 2026); 0.5.23 has no such route.
+
     ``num_reqs`` there is of all requests, those that wait among them; ``num_tokens`` of those in the KV cache and those
     that wait for a place in it.
     """
     answer = _json(body)
-    if isinstance(answer, dict):  # before 0.5.3
+    if isinstance(answer, dict):
         tokens = _count(answer.get("load"))
         return None if tokens is None else [RankLoad(total_tokens=tokens)]
     if not isinstance(answer, list) or not answer:
@@ -230,114 +232,6 @@ def _json(body: bytes) -> Any:
         return None
 
 
-# -- Prometheus text ----------------------------------------------------------------------------------------------
-
-_LABEL: Final = re.compile(rb'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-_Labels = dict[bytes, bytes]
-# Figure of RankLoad, how its value is read, and the metrics that have it, of which the first that is there counts.
-_Metrics = Sequence[tuple[str, Callable[[float], float | None], tuple[str, ...]]]
-
-
-def _whole(value: float) -> int | None:
-    return int(value) if math.isfinite(value) and value >= 0 else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) and value >= 0 else None
-
-
-VLLM_METRICS: Final[_Metrics] = (
-    ("running", _whole, ("vllm:num_requests_running",)),
-    ("waiting", _whole, ("vllm:num_requests_waiting",)),
-    ("kv_usage", _finite, ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),  # 0 to 1, whatever the name
-)
-VLLM_INFO: Final = "vllm:cache_config_info"
-# Behind a colon since 0.4.4.
-SGLANG_METRICS: Final[_Metrics] = tuple(
-    (figure, read, (f"sglang:{name}", f"sglang_{name}"))
-    for figure, read, name in (
-        ("running", _whole, "num_running_reqs"),
-        ("waiting", _whole, "num_queue_reqs"),
-        ("kv_usage", _finite, "token_usage"),
-        ("used_tokens", _whole, "num_used_tokens"),
-        ("max_tokens", _whole, "max_total_num_tokens"),
-        ("throughput", _finite, "gen_throughput"),
-        ("cache_hit_rate", _finite, "cache_hit_rate"),
-        ("utilization", _finite, "utilization"),
-    )
-)
-_FAMILIES: Final = ((b"\nvllm:", VLLM_METRICS, b"engine"), (b"\nsglang", SGLANG_METRICS, b"dp_rank"))
-METRIC_NAMES: Final = (*(name for _, _, names in (*VLLM_METRICS, *SGLANG_METRICS) for name in names), VLLM_INFO)
-
-
-def of_metrics(page: bytes) -> list[RankLoad] | None:
-    """Read a page of metrics, the engine's whole one or a few of them; None when it says nothing of its load.
-
-    Only the lines that are needed are looked at. Measured: a vLLM's whole page, 52 KB with one rank and 13 KB for each
-    further one, takes 0.1 ms, and a few lines of it 0.03.
-    """
-    page = b"\n" + page
-    ranks: dict[int, dict[str, Any]] = {}
-    for prefix, family, rank_label in _FAMILIES:
-        if page.find(prefix) < 0:
-            continue
-        for figure, read, names in family:
-            for name in names:
-                found = _by_rank(page, name, rank_label)
-                for rank, value in found.items():
-                    ranks.setdefault(rank, {})[figure] = read(value)
-                if found:
-                    break
-    for labels, _ in _samples(page, VLLM_INFO) if ranks else ():
-        figures = ranks.get(_rank_of(labels, b"engine"))
-        if figures is not None:
-            figures["max_tokens"] = _capacity(labels)
-    loads = [RankLoad(rank, **known) for rank, known in ranks.items()]
-    return loads if any(load.says_something for load in loads) else None
-
-
-def _capacity(labels: _Labels) -> int | None:
-    """How many tokens fit into a vLLM's KV cache; older ones only say how many blocks."""
-    tokens = labels.get(b"kv_cache_size_tokens", b"")
-    if tokens.isdigit():
-        return int(tokens) or None
-    blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
-    return int(blocks) * int(size) or None if blocks.isdigit() and size.isdigit() else None
-
-
-def _by_rank(page: bytes, name: str, rank_label: bytes) -> dict[int, float]:
-    """The value of a metric by rank.
-
-    SGLang's ranks of tensor, pipeline and expert parallelism may each have a line: they serve the same requests, so the
-    first one's counts. With priorities there is a line for each besides the one for all, whose label is empty.
-    """
-    found: dict[int, float] = {}
-    for labels, value in _samples(page, name):
-        if not labels.get(b"priority"):
-            found.setdefault(_rank_of(labels, rank_label), value)
-    return found
-
-
-def _rank_of(labels: _Labels, rank_label: bytes) -> int:
-    rank = labels.get(rank_label, b"")
-    return int(rank) if rank.isdigit() else 0
-
-
-def _samples(page: bytes, name: str) -> Iterator[tuple[_Labels, float]]:
-    """The lines of one metric in a page that begins with a line break."""
-    wanted = b"\n" + name.encode()
-    at = page.find(wanted)
-    while at >= 0:
-        begin = at + len(wanted)
-        end = page.find(b"\n", begin)
-        line = page[begin : end if end >= 0 else len(page)]
-        labels, closing, rest = line.rpartition(b"}")
-        if line.startswith(b"{" if closing else b" "):  # else it is a longer name
-            with suppress(IndexError, ValueError):  # not a sample
-                yield dict(_LABEL.findall(labels)), float(rest.split()[0])
-        at = page.find(wanted, begin)
-
-
 # -- numbers ------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +239,7 @@ def _figure(value: object) -> float | None:
     """A number that may be believed."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return _finite(float(value))
+    return float(value) if math.isfinite(value) and value >= 0 else None
 
 
 def _count(value: object) -> int | None:

@@ -1,8 +1,8 @@
 """Asking every worker how loaded its engine is: where it says it, how often, and until when an answer counts.
 
 One question per base URL, also where several workers share one (ranks of data parallelism). Measured: a question costs
-the sidecar 0.2 ms of CPU, on a busy machine 0.4. The fleet's questions are bounded, at MOST_PER_SECOND, and so at 1 to
-2 % of a core: beyond that times the interval workers, each is asked less often.
+the sidecar 0.15 to 0.3 ms of CPU, several at once (:mod:`extproc.workers.rounds`). The fleet's questions are bounded,
+at MOST_PER_SECOND, and so at 1 to 2 % of a core: beyond that times the interval workers, each is asked less often.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from typing import Final
 from urllib.parse import quote
 
 from extproc.workers.client import NoAnswerError, WorkerClient
-from extproc.workers.load import METRIC_NAMES, EngineLoad, RankLoad, of_get_load, of_metrics, of_v1_loads, with_limit
+from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
+from extproc.workers.load_metrics import METRIC_NAMES, of_metrics
 from extproc.workers.registry import Change, Registry
-from extproc.workers.worker import Worker
+from extproc.workers.rounds import Rounds
+from extproc.workers.rpc.channels import UnimplementedError
+from extproc.workers.rpc.loads import GET_LOADS, ask_loads
+from extproc.workers.worker import Status, Worker
 
 _RANDOM: Final = secrets.SystemRandom()
 _logger = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class Source(Enum):
     GET_LOAD = "/get_load"
     FEW_METRICS = "/metrics/?" + "&".join(f"{quote('name[]')}={quote(name)}" for name in METRIC_NAMES)
     METRICS = "/metrics"
+    RPC = GET_LOADS  # of a gRPC server; the name of the method
 
     def read(self, body: bytes) -> list[RankLoad] | None:
         """What the answer says; None: nothing."""
@@ -67,9 +72,24 @@ _READ: Final[dict[Source, Callable[[bytes], list[RankLoad] | None]]] = {
 }
 
 
-def sources_of(runtime: str) -> Sequence[Source]:
+_OF_VLLM: Final = (Source.FEW_METRICS, Source.METRICS)
+_OF_SGLANG: Final = (Source.LOADS, Source.GET_LOAD, *_OF_VLLM)
+
+
+def sources_of(worker: Worker) -> Sequence[Source]:
     """Where to ask an engine, in this order until one answers. One that was not identified counts as SGLang."""
-    return (Source.FEW_METRICS, Source.METRICS) if runtime == "vllm" else tuple(Source)
+    if worker.url.is_grpc:
+        return (Source.RPC,)
+    return _OF_VLLM if worker.runtime == "vllm" else _OF_SGLANG
+
+
+def is_asked(worker: Worker) -> bool:
+    """Whether it is of interest how loaded the worker is: it is used, or would be if gRPC workers were."""
+    return worker.usable or (worker.url.is_grpc and worker.status is Status.READY)
+
+
+class _FailedError(Exception):
+    """The worker answers with an error; the message says which."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +109,8 @@ class LoadMonitor:
 
     ``interval`` (seconds) is what lies between two questions to one worker, unless its registration says otherwise or
     the fleet is too large for it.
-    A worker that is not usable has no load, and neither has one whose last answer is older than STALE intervals.
+    A worker that is not used has no load, unless gRPC is why, and neither has one whose last answer is older than STALE
+    intervals.
     ``told`` is called with a worker of which something new is known, or nothing any more.
     """
 
@@ -105,6 +126,7 @@ class LoadMonitor:
         self._interval = interval
         self._told = told
         self._gate = asyncio.Semaphore(CONCURRENCY)
+        self._rounds = Rounds()
         self._targets: dict[str, _Target] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._unsubscribe: Callable[[], None] | None = None
@@ -147,16 +169,16 @@ class LoadMonitor:
         self._look_at(worker)
         target = self._targets.get(str(worker.url))
         if change is Change.IDENTITY and target is not None:
-            target.sources = list(sources_of(worker.runtime))  # it may be another engine now
+            target.sources = list(sources_of(worker))  # it may be another engine now
             if worker in target.workers:
                 self._tell(target, worker)  # it may stand for another rank
 
     def _look_at(self, worker: Worker) -> None:
         target = self._targets.get(str(worker.url))
         asked = target is not None and worker in target.workers
-        if worker.usable and not asked:
+        if is_asked(worker) and not asked:
             self._add(worker)
-        elif asked and not worker.usable:
+        elif asked and not is_asked(worker):
             self._drop(worker)
 
     def _add(self, worker: Worker) -> None:
@@ -164,7 +186,7 @@ class LoadMonitor:
         target.workers.append(worker)
         self._tell(target, worker)
         if target.task is None:
-            target.sources = list(sources_of(worker.runtime))
+            target.sources = list(sources_of(worker))
             asking = self._ask_on(target)
             target.task = asyncio.get_running_loop().create_task(asking, name=f"load-{worker.id}")
 
@@ -186,36 +208,47 @@ class LoadMonitor:
 
     async def _ask_on(self, target: _Target) -> None:
         """Ask until cancelled. A fleet that comes at once is spread over the period; few workers are asked at once."""
-        await asyncio.sleep(_RANDOM.uniform(0, len(self._targets) / MOST_PER_SECOND))
+        await self._rounds.sleep(_RANDOM.uniform(0, len(self._targets) / MOST_PER_SECOND))
         while True:
             try:
                 async with self._gate:
                     await self._ask(target)
             except Exception:
                 _logger.exception("asking for a load failed; going on", extra={"worker": target.workers[0].name})
-            await asyncio.sleep(jittered(self._pause(target)))
+            await self._rounds.sleep(jittered(self._pause(target)))
 
     async def _ask(self, target: _Target) -> None:
         worker = target.workers[0]
-        sources = target.sources = target.sources or list(sources_of(worker.runtime))
+        sources = target.sources = target.sources or list(sources_of(worker))
         while sources:
             source = sources[0]
             try:
-                answer = await self._client.get_often(worker, source.value, within=LIMIT, most=LARGEST)
+                found = await self._answer(worker, source)
+            except _FailedError as error:
+                _say(target, str(error))
+                return
             except NoAnswerError as error:
                 _logger.debug("no load", extra={"worker": worker.name, "reason": str(error)})
                 return
-            found = source.read(answer.body) if answer.ok else None
             if found is not None:
                 self._take(target, found)
-                return
-            if not answer.ok and answer.status not in _ABSENT:
-                _say(target, f"GET {source.value.partition('?')[0]}: HTTP {answer.status}")
                 return
             with suppress(ValueError):  # the engine was identified anew meanwhile
                 sources.remove(source)
         if target.sources is sources:
             _say(target, "it says it nowhere")
+
+    async def _answer(self, worker: Worker, source: Source) -> list[RankLoad] | None:
+        """What the engine says there; None: it does not say it there. Raises _FailedError, NoAnswerError."""
+        if source is Source.RPC:
+            try:
+                return await ask_loads(self._client.rpc, worker, within=LIMIT)
+            except UnimplementedError:
+                return None
+        answer = await self._client.get_often(worker, source.value, within=LIMIT, most=LARGEST)
+        if not answer.ok and answer.status not in _ABSENT:
+            raise _FailedError(f"GET {source.value.partition('?')[0]}: HTTP {answer.status}")
+        return source.read(answer.body) if answer.ok else None
 
     def _take(self, target: _Target, found: Sequence[RankLoad]) -> None:
         """Tell the workers what was said of them."""

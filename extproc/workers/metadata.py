@@ -8,13 +8,15 @@ worker, and what :mod:`extproc.workers.pairing_key` wants to know.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import orjson
 
 from extproc.workers import vllm_cache
 from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.connectors import MULTI, refusal
+from extproc.workers.kv_config import WRONG_WAY, KvConfig
 from extproc.workers.kv_event_source import labels_of
 from extproc.workers.worker import Role
 
@@ -45,7 +47,12 @@ _MODEL_LABELS = (
 )
 # ``owned_by`` of /v1/models entries -> runtime
 _OWNERS = {"sglang": "sglang", "nvidia": "sglang", "vllm": "vllm"}
+_WITHOUT_CONNECTORS = {"sglang": "SGLang", "tokenspeed": "TokenSpeed"}
 _NOT_DISAGGREGATED = "null"  # what SGLang says of a server started without --disaggregation-mode
+_MODELS = "/v1/models"
+_ABSENT = (404, 405, 501)
+_LOCKED = (401, 403)
+_BUSY = (408, 425, 429, 502, 503, 504)
 _GENERATES = ("chat", "completions", "responses", "tools")
 
 
@@ -55,17 +62,19 @@ class Ask(Protocol):
     async def __call__(self, path: str) -> Answer: ...
 
 
-class MetadataError(Exception):
-    """The worker did not tell what it is, or told nonsense; worth another try later."""
-
-
 class MismatchError(Exception):
     """The worker is not what it is registered as and must not be given requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What was found; empty and None where the worker does not say."""
+    """What was found; empty and None where the worker does not say.
+
+    Attributes not told of elsewhere:
+        failed: questions that it has, and did not answer as it should: for people.
+        busy: one of them may well be answered soon: no answer came, or a status that says so.
+        locked: it does not list its models without a key, or not with this one.
+    """
 
     model_ids: tuple[str, ...] = ()
     cards: tuple[Mapping[str, object], ...] = ()
@@ -78,29 +87,38 @@ class Metadata:
     takes_token_ids: bool = False  # see Worker
     listed: tuple[Mapping[str, object], ...] = ()  # see Worker
     dp_size: int | None = None  # how many data-parallel ranks; vLLM must be asked (:mod:`extproc.workers.rank_count`)
+    failed: tuple[str, ...] = ()
+    busy: bool = False
+    locked: bool = False
+    # vLLM's connector, role and engine id, which are told over gRPC only.
+    kv: KvConfig = field(default_factory=KvConfig)
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
     """Ask a worker what it is. ``runtime``, if known, is believed over the worker.
 
-    Raises MetadataError when an answer fails to come or cannot be understood; a path that does not exist (404) is an
-    answer: the worker does not say.
+    A path that does not exist (404) is an answer: the worker does not say. What fails to come, or cannot be
+    understood, is among ``failed``; after a question that nobody answers no other is put.
     """
-    models = _models(await _ask_json(ask, "/v1/models"))
+    questions = _Questions(ask)
+    models = _models(await questions.put(_MODELS))
     runtime = runtime or _owner(models)
     if runtime != "sglang":
-        version = await _ask_json(ask, "/version")
+        version = await questions.put("/version")
         if runtime is not None or isinstance(version.get("version"), str):
-            return _of_vllm(models, version, await _layout_of_vllm(ask))
-    server = await _ask_json(ask, "/server_info", "/get_server_info")
-    model = await _ask_json(ask, "/model_info", "/get_model_info")
-    return _assemble(models, server, model, runtime or ("sglang" if server else None))
+            layout = {} if questions.busy else await _layout_of_vllm(ask)
+            return questions.seen(_of_vllm(models, version, layout))
+    server = await questions.put("/server_info", "/get_server_info")
+    model = await questions.put("/model_info", "/get_model_info")
+    return questions.seen(assemble(models, server, model, runtime or ("sglang" if server or model else None)))
 
 
 def check_kind(role: Role, connector: str, found: Metadata) -> None:
     """Raise MismatchError when a worker of this kind cannot do what ``role`` asks of it, or has no ``connector``."""
-    if connector and found.runtime == "sglang":
-        raise MismatchError(f"registered with kv_connector {connector}, but the server is SGLang, which has none")
+    if connector and found.runtime in _WITHOUT_CONNECTORS:
+        engine = _WITHOUT_CONNECTORS[found.runtime]
+        raise MismatchError(f"registered with kv_connector {connector}, but the server is {engine}, which has none")
+    _check_connector(role, connector, found.kv)
     mode = found.disaggregation_mode
     if mode is None:
         return
@@ -113,25 +131,60 @@ def check_kind(role: Role, connector: str, found: Metadata) -> None:
         raise MismatchError(f"registered as {role.value}, but the server's disaggregation_mode is {mode}")
 
 
-async def _ask_json(ask: Ask, *paths: str) -> Mapping[str, object]:
-    """The JSON object under the first of ``paths`` that exists; empty when none does."""
-    for path in paths:
-        try:
-            answer = await ask(path)
-        except NoAnswerError as error:
-            raise MetadataError(str(error)) from None
-        if answer.status in (404, 405, 501):
-            continue
+def _check_connector(role: Role, connector: str, own: KvConfig) -> None:
+    """The same, of what vLLM says of its connector; a MultiConnector does not say which of several moves the cache."""
+    if connector and own.connector not in ("", MULTI, connector):
+        raise MismatchError(f"registered with kv_connector {connector}, but the server says {own.connector}")
+    if reason := refusal(own.connector):
+        raise MismatchError(reason)
+    if (role, own.role) in WRONG_WAY:
+        raise MismatchError(f"registered as {role.value}, but the server's kv_role is {own.role}")
+
+
+class _Questions:
+    """Puts questions to one worker, and keeps in mind which it did not answer as it should."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._failed: list[str] = []
+        self._silent = False
+        self.busy = False
+        self._locked = False
+
+    async def put(self, *paths: str) -> Mapping[str, object]:
+        """The JSON object under the first of ``paths`` that exists; empty when none does, or the answer fails."""
+        for path in paths:
+            if self._silent:
+                break
+            try:
+                answer = await self._ask(path)
+            except NoAnswerError as error:
+                self._silent = self.busy = True
+                self._failed.append(str(error))
+                break
+            if answer.status not in _ABSENT:
+                return self._read(path, answer)
+        return {}
+
+    def seen(self, found: Metadata) -> Metadata:
+        """``found``, with what failed."""
+        return replace(found, failed=tuple(self._failed), busy=self.busy, locked=self._locked)
+
+    def _read(self, path: str, answer: Answer) -> Mapping[str, object]:
         if not answer.ok:
-            raise MetadataError(f"GET {path}: HTTP {answer.status}")
+            self.busy |= answer.status in _BUSY
+            self._locked |= path == _MODELS and answer.status in _LOCKED
+            self._failed.append(f"GET {path}: HTTP {answer.status}")
+            return {}
         try:
             value = orjson.loads(answer.body)
         except orjson.JSONDecodeError as error:
-            raise MetadataError(f"GET {path}: not JSON ({error})") from None
+            self._failed.append(f"GET {path}: not JSON ({error})")
+            return {}
         if not isinstance(value, dict):
-            raise MetadataError(f"GET {path}: not a JSON object")
+            self._failed.append(f"GET {path}: not a JSON object")
+            return {}
         return value
-    return {}
 
 
 def _models(listing: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
@@ -165,7 +218,7 @@ def _of_vllm(
     said = {"served_model_name": first.get("id"), "model_path": first.get("root"), "version": version.get("version")}
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in models)),
-        cards=tuple(_card(entry, {"is_generation": True}) for entry in models),
+        cards=tuple(card_of(entry, {"is_generation": True}) for entry in models),
         labels=_labels(said, tuple(said)) | _labels(first, ("max_model_len",)),
         layout=layout,
         runtime="vllm",
@@ -173,12 +226,13 @@ def _of_vllm(
     )
 
 
-def _assemble(
+def assemble(
     models: Sequence[Mapping[str, object]],
     server: Mapping[str, object],
     model: Mapping[str, object],
     runtime: str | None,
 ) -> Metadata:
+    """What SGLang, or an engine that speaks as it does, says: entries of its models, its settings, its model."""
     labels = {
         **_labels(model, _MODEL_LABELS),
         **_labels(server, _SERVER_LABELS),
@@ -186,14 +240,14 @@ def _assemble(
         **labels_of(server.get("kv_events")),
         **(_labels(models[0], ("max_model_len",)) if models else {}),
     }
-    served = labels.get("served_model_name")
+    served = labels.get("served_model_name") or labels.get("model_path")
     entries = models or ([{"id": served}] if served else [])
     mode = server.get("disaggregation_mode", model.get("disaggregation_mode"))
     port = server.get("disaggregation_bootstrap_port")
     ranks = server.get("dp_size")
     return Metadata(
         model_ids=tuple(dict.fromkeys(str(entry["id"]) for entry in entries)),
-        cards=tuple(_card(entry, model) for entry in entries),
+        cards=tuple(card_of(entry, model) for entry in entries),
         labels=labels,
         runtime=runtime,
         disaggregation_mode=mode if isinstance(mode, str) and mode else None,
@@ -217,15 +271,16 @@ def _layout(server: Mapping[str, object]) -> dict[str, str]:
 
 
 def _labels(source: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
-    return {name: _label(source[name]) for name in names if source.get(name) is not None}
+    return {name: label_text(source[name]) for name in names if source.get(name) is not None}
 
 
-def _label(value: object) -> str:
+def label_text(value: object) -> str:
     """A label's text: strings as they are, everything else as JSON."""
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _card(entry: Mapping[str, object], model: Mapping[str, object]) -> Mapping[str, object]:
+def card_of(entry: Mapping[str, object], model: Mapping[str, object]) -> Mapping[str, object]:
+    """The card of one entry of a worker's models; ``model``: what it says of the model itself."""
     card: dict[str, object] = {"id": entry["id"]}
     if model.get("is_generation"):
         card["model_type"] = list(_GENERATES)

@@ -106,7 +106,7 @@ class MooncakeRefresh:
 def _is_told(prefill: Worker, worker: Worker, mode: PairingMode) -> bool:
     """A decode with another connector than Mooncake's may not be: NIXL's dies of parameters that are not its own.
 
-    All ranks of a server are told as one worker.
+    All ranks of a server are told as one worker. Of those over gRPC none is: they are given no requests.
     """
-    decodes = worker.role is Role.DECODE and worker.server is worker
+    decodes = worker.role is Role.DECODE and worker.server is worker and not worker.url.is_grpc
     return decodes and worker.kv_connector == MOONCAKE and may_pair(prefill, worker, mode)

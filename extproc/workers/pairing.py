@@ -3,7 +3,8 @@
 Compared are the parts of :class:`~extproc.workers.pairing_key.Pairing`, unless both workers have the label
 ``pairing_protocol``: then only that is. ``--pd-pairing-mode`` says what a part means that nobody has said: it fits
 anything (``lenient``), nothing (``strict``), or nothing is compared at all (``off``). The parts and the label are the
-peer's; the peer names the modes and does not say more of them.
+peer's; the peer names the modes and does not say more of them. A worker over HTTP and one over gRPC never fit, whatever
+the mode and the label: what one answers is not what the other is to be sent.
 
 What the engines themselves compare: a SGLang decode (0.5.23, ``disaggregation/common/conn.py``,
 ``try_ensure_parallel_info``) the page size and the cache's data type, letter by letter, and its scheduler ends when
@@ -26,7 +27,8 @@ from extproc.workers.worker import Worker
 _LAYOUT: Final = ("transport", "kv_cache_dtype", "page_size", "attention_backend", "model_dtype")
 # Not in a worker's key: where they differ, their values are named besides.
 _HANDSHAKE: Final = ("version", "model_path")
-_NAMES: Final = ("pairing_protocol", "runtime", *_LAYOUT, *_HANDSHAKE)
+_MODE: Final = "connection_mode"
+_NAMES: Final = (_MODE, "pairing_protocol", "runtime", *_LAYOUT, *_HANDSHAKE)
 # "auto" leaves these to the engine, which may well choose what the other one was told. What becomes of an "auto" cache
 # type depends on the checkpoint too, but both engines compare the word itself.
 _LEFT_OPEN: Final = ("attention_backend", "model_dtype")
@@ -60,7 +62,11 @@ def share_model(one: Worker, other: Worker) -> bool:
 
 def hand_over_alike(one: Worker, other: Worker) -> bool:
     """Whether what was prepared for one prefill worker, or for one that answers alone, can be sent to the other."""
-    return one.runtime == other.runtime and one.kv_connector == other.kv_connector
+    return (
+        one.runtime == other.runtime
+        and one.kv_connector == other.kv_connector
+        and one.pairing.connection_mode == other.pairing.connection_mode
+    )
 
 
 def pairing_key(worker: Worker) -> str:
@@ -71,6 +77,8 @@ def pairing_key(worker: Worker) -> str:
 @lru_cache(maxsize=4096)
 def mismatch(prefill: Pairing, decode: Pairing, mode: PairingMode) -> tuple[str, ...]:
     """The parts in which the two do not fit, by their names; empty when they may be paired."""
+    if prefill.connection_mode != decode.connection_mode:
+        return (_MODE,)
     if mode is PairingMode.OFF:
         return ()
     if prefill.protocol and decode.protocol:
@@ -106,7 +114,7 @@ def difference(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str
     parts = [name for name in _NAMES if any(name in names for names in found)]
     said = [_listed(pairing.key for pairing in side) for side in sides]
     message = f"mismatch on {_listed(parts)}; prefill: {said[0]}, decode: {said[1]}"
-    for part in _HANDSHAKE:
+    for part in (_MODE, *_HANDSHAKE):
         if part in parts:
             values = [_listed(getattr(pairing, part) or UNKNOWN for pairing in side) for side in sides]
             message += f"; {part}: {values[0]} and {values[1]}"

@@ -29,6 +29,7 @@ class Pairing(NamedTuple):
         model_dtype: what the model computes in.
         version, model_path: of vLLM with NIXL, whose handshake compares them; ``*`` elsewhere.
         protocol: the operator's own word for all of it (label ``pairing_protocol``), empty where there is none.
+        connection_mode: ``http`` or ``grpc``: the parameters of a handoff have another form in each.
     """
 
     runtime: str
@@ -40,9 +41,12 @@ class Pairing(NamedTuple):
     version: str = ANY
     model_path: str = ANY
     protocol: str = ""
+    connection_mode: str = "http"
 
     @classmethod
-    def of(cls, runtime: str, transport: str, labels: Mapping[str, str], *, handshake: bool) -> Pairing:
+    def of(
+        cls, runtime: str, transport: str, labels: Mapping[str, str], *, handshake: bool, connection_mode: str = "http"
+    ) -> Pairing:
         """What a worker with these labels needs of its partner.
 
         Args:
@@ -50,6 +54,7 @@ class Pairing(NamedTuple):
             transport: as above.
             labels: a label that is empty, or ``?``, is as good as none: so an operator takes back what a server says.
             handshake: the worker is one of vLLM with NIXL that takes the cache of no engine unlike itself.
+            connection_mode: as above.
         """
         return cls(
             runtime,
@@ -61,6 +66,7 @@ class Pairing(NamedTuple):
             version=_said(labels, "version") if handshake else ANY,
             model_path=_said(labels, "model_path") if handshake else ANY,
             protocol=_said(labels, "pairing_protocol"),
+            connection_mode=connection_mode,
         )
 
     @property

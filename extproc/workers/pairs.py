@@ -62,7 +62,7 @@ class Pairs:
         fit = tuple(worker for worker in prefills if self._partners[self._kind(worker)])
         self.prefills: Sequence[Worker] = prefills if len(fit) == len(prefills) else fit
         self._alone: dict[tuple[Role, Kind], str] = {}
-        self._alike: dict[tuple[str, str], Sequence[Worker]] = {}
+        self._alike: dict[tuple[str, str, str], Sequence[Worker]] = {}
         self._tiers: dict[Worker, Tiers] = {}
         self._seen_from: dict[tuple[int, Place], Tiers] = {}  # by identity of the partners
 
@@ -75,7 +75,7 @@ class Pairs:
 
     def like(self, worker: Worker) -> Sequence[Worker]:
         """Those of :attr:`prefills` that hand over as ``worker`` does."""
-        kind = (worker.runtime, worker.kv_connector)
+        kind = (worker.runtime, worker.kv_connector, worker.pairing.connection_mode)
         found = self._alike.get(kind)
         if found is None:
             alike = tuple(prefill for prefill in self.prefills if hand_over_alike(prefill, worker))

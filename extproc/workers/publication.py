@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from extproc.workers.endpoints import Snapshot
 
 Publish = Callable[[Snapshot], Awaitable[None]]
 
+# Seconds from one publication to the next, for each endpoint that the first had: all are sent anew however few changed.
+# A thousand take some 15 ms of CPU, here and in Envoy, so that a fleet that flaps costs a tenth of a core at most.
+SPACING: Final = 0.0002
+FREE: Final = 50  # endpoints that count for nothing there
+
 _logger = logging.getLogger(__name__)
+
+
+def spacing(endpoints: int) -> float:
+    """Seconds from a publication of so many to the next."""
+    return SPACING * max(0, endpoints - FREE)
 
 
 class Publisher:
     """Runs ``publish`` whenever asked to and the snapshot differs from the last one that Envoy acknowledged.
 
     ``build`` makes the snapshot at the moment it is sent; ``acknowledged`` is called with it after ``publish``
-    returned. A publication that raises is logged, reported to ``refused`` and tried again after ``retry_delay`` seconds
-    or at the next request. There is a task only while there is something to publish.
+    returned. What changes within :func:`spacing` of a publication waits for the rest of that. A publication that raises
+    is logged, reported to ``refused`` and tried again after ``retry_delay`` seconds or at the next request. There is a
+    task only while there is something to publish.
     """
 
     def __init__(
@@ -39,6 +52,7 @@ class Publisher:
         self._wanted = False
         self._task: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
+        self._not_before = 0.0  # by time.monotonic()
         self._rounds: list[asyncio.Future[None]] = []
 
     def request(self) -> None:
@@ -66,6 +80,8 @@ class Publisher:
     async def _run(self) -> None:
         try:
             while self._wanted:
+                if (wait := self._not_before - time.monotonic()) > 0:
+                    await asyncio.sleep(wait)
                 self._wanted = False
                 self._cancel_retry()
                 rounds, self._rounds = self._rounds, []
@@ -82,6 +98,7 @@ class Publisher:
         snapshot = self._build()
         try:
             if snapshot != self._last:
+                self._not_before = time.monotonic() + spacing(len(snapshot.prefill) + len(snapshot.decode))
                 await self._publish(snapshot)
         except Exception as error:  # noqa: BLE001 - whatever it raises, Envoy may not have the endpoints
             _logger.error("Envoy did not take the endpoints", extra={"error": str(error) or type(error).__name__})

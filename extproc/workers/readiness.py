@@ -34,8 +34,16 @@ def _missing_role(workers: Sequence[Worker]) -> str:
     for role in (Role.PREFILL, Role.DECODE):
         of_role = [worker for worker in workers if worker.role is role]
         if not any(worker.usable for worker in of_role):
-            missing.append(f"no usable {role.value} worker (of {len(of_role)} registered)")
+            missing.append(f"no usable {role.value} worker (of {len(of_role)} registered{_why(of_role)})")
     return ", ".join(missing)
+
+
+def _why(workers: Sequence[Worker]) -> str:
+    """What is wrong with the first of these that has a reason; which one, and the others, tells ``GET /workers``.
+
+    It is told to whoever asks, without a key, so no address of a worker is.
+    """
+    return next((f"; {worker.reason}" for worker in workers if worker.reason), "")
 
 
 def _missing_pair(usable: Sequence[Worker], mode: PairingMode) -> str:

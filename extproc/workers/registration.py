@@ -14,18 +14,20 @@ from pydantic import BaseModel, ValidationError
 
 from extproc.workers import registration_body as form
 from extproc.workers.kv_config import KvConfig, KvConfigError, kv_config
-from extproc.workers.refusals import NAMES, REFUSED_WHOLE, is_refused, refusals
-from extproc.workers.spec import HealthOverrides, Overload, Resilience, WorkerSpec
-from extproc.workers.worker import Role, WorkerUrl
+from extproc.workers.refusals import NAMES, refusals
+from extproc.workers.spec import HealthOverrides, HttpPool, Overload, Resilience, WorkerSpec
+from extproc.workers.worker import Role, WorkerUrl, is_ip_address
 
 # Labels that mean the field of the same name, as with the peer, for registrars that know labels only.
 _LIFTED = ("kv_connector", "kv_role", "kv_engine_id", "bootstrap_port")
 _RANKS = "dp_size"  # a field that means the label of the same name
 _KV = ("kv_connector", "kv_role", "kv_engine_id")
+_WITHOUT_CONNECTORS: Mapping[str, str] = {"sglang": "SGLang", "tokenspeed": "TokenSpeed"}
 _GROUPS: Mapping[str, type[BaseModel]] = {
     "health": form.Health,
     "resilience": form.Resilience,
     "overload": form.Overload,
+    "http_pool": form.HttpPool,
 }
 # What answers have and registrations do not.
 _SHOWN_ONLY = frozenset(
@@ -79,26 +81,31 @@ def as_registration(spec: WorkerSpec) -> dict[str, Any]:
         "labels": dict(spec.labels),
         "runtime_type": spec.runtime,
         "api_key": spec.api_key,
+        "bootstrap_host": spec.bootstrap_host,
         "bootstrap_port": spec.bootstrap_port,
         "kv_connector": spec.kv.connector,
         "kv_role": spec.kv.role,
         "kv_engine_id": spec.kv.engine_id,
+        "kv_block_size": spec.kv_block_size,
         "max_connection_attempts": spec.max_connection_attempts,
         "load_monitor_interval_secs": spec.load_monitor_interval_secs,
         "health": said(spec.health),
         "resilience": said(spec.resilience),
         "overload": said(spec.overload),
+        "http_pool": said(spec.http_pool),
+        "multimodal_tensor_transport": spec.multimodal_tensor_transport,
+        "multimodal_shm_min_bytes": spec.multimodal_shm_min_bytes,
     }
     return {
         "url": str(spec.url),
         "worker_type": spec.role.value,
         "priority": spec.priority,
         "cost": spec.cost,
-        **{name: value for name, value in optional.items() if value},
+        **{name: value for name, value in optional.items() if value or value == 0},
     }
 
 
-def said(group: HealthOverrides | Resilience | Overload) -> dict[str, Any]:
+def said(group: HealthOverrides | Resilience | Overload | HttpPool) -> dict[str, Any]:
     """The members that are given, as JSON has them."""
     members = {name: value for name, value in asdict(group).items() if value is not None}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in members.items()}
@@ -108,19 +115,7 @@ def _without_refused(value: Mapping[str, Any]) -> dict[str, Any]:
     """``value``, less what says nothing. Raises RegistrationError for what is known and not served."""
     if found := list(refusals(value)):
         raise RegistrationError("; ".join(found))
-    return {
-        name: _without_null(name, given)
-        for name, given in value.items()
-        if not (given is None and name in NAMES and name not in form.Body.model_fields) and name not in REFUSED_WHOLE
-    }
-
-
-def _without_null(name: str, given: Any) -> Any:
-    """``given``, less the null members that only the peer knows."""
-    group = _GROUPS.get(name)
-    if group is None or not isinstance(given, Mapping):
-        return given
-    return {member: item for member, item in given.items() if item is not None or not is_refused(f"{name}.{member}")}
+    return {name: given for name, given in value.items() if name not in NAMES}
 
 
 def _lifted(value: dict[str, Any]) -> dict[str, Any]:
@@ -167,18 +162,28 @@ def _merged(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spec(body: form.Body) -> WorkerSpec:
-    role = Role(body.worker_type)
+    role, url = Role(body.worker_type), WorkerUrl.parse(body.url)
     named = KvConfig(body.kv_connector or "", body.kv_role or "", body.kv_engine_id or "")
     kv = kv_config(role, named, body.kv_transfer_config)
-    if kv.connector and body.runtime_type == "sglang":
-        raise RegistrationError(f"kv_connector {kv.connector}: SGLang workers have none")
-    resilience = body.resilience.model_dump()
-    if (codes := resilience["capacity_status_codes"]) is not None:
-        resilience["capacity_status_codes"] = tuple(codes)
+    if kv.connector and body.runtime_type in _WITHOUT_CONNECTORS:
+        raise RegistrationError(
+            f"kv_connector {kv.connector}: {_WITHOUT_CONNECTORS[body.runtime_type]} workers have none"
+        )
+    if body.connection_mode not in (None, url.connection_mode):
+        raise RegistrationError(f"connection_mode is {body.connection_mode}, but the URL's scheme is {url.scheme}")
+    if body.runtime_type == "tokenspeed" and not url.is_grpc:
+        raise RegistrationError(
+            f"runtime_type is tokenspeed, which is reached over gRPC, but the scheme is {url.scheme}"
+        )
+    resilience: dict[str, Any] = {
+        name: tuple(member) if isinstance(member, list) else member
+        for name, member in body.resilience.model_dump().items()
+    }
     return WorkerSpec(
-        url=WorkerUrl.parse(body.url),
+        url=url,
         role=role,
         cards=tuple(card.model_dump() for card in body.models),
+        bootstrap_host=_bootstrap_host(body.bootstrap_host or "", url),
         bootstrap_port=body.bootstrap_port,
         api_key=body.api_key,
         priority=body.priority,
@@ -191,8 +196,22 @@ def _spec(body: form.Body) -> WorkerSpec:
         resilience=Resilience(**resilience),
         overload=Overload(**body.overload.model_dump()),
         load_monitor_interval_secs=body.load_monitor_interval_secs,
+        kv_block_size=body.kv_block_size,
         max_connection_attempts=body.max_connection_attempts,
+        http_pool=HttpPool(**(body.http_pool or form.HttpPool()).model_dump()),
+        multimodal_tensor_transport=body.multimodal_tensor_transport,
+        multimodal_shm_min_bytes=body.multimodal_shm_min_bytes,
     )
+
+
+def _bootstrap_host(given: str, url: WorkerUrl) -> str:
+    """As it stands in a URL; empty where it is that of ``url``. Raises RegistrationError."""
+    bare = given.removeprefix("[").removesuffix("]").lower()
+    if ":" not in bare:
+        return "" if bare == url.host else bare
+    if not is_ip_address(bare):
+        raise RegistrationError(f"bootstrap_host: {given!r} is neither a name nor an IP address")
+    return "" if bare == url.host else f"[{bare}]"
 
 
 def _problems(error: ValidationError, model: type[BaseModel]) -> str:
@@ -203,7 +222,7 @@ def _problem(item: Any, model: type[BaseModel]) -> str:
     field = ".".join(str(part) for part in item["loc"])
     match item["type"]:
         case "missing" if field == "worker_type":
-            return "missing field `worker_type`: expected `prefill` or `decode`"
+            return "missing field `worker_type`: expected `prefill`, `decode`, `regular` or `encode`"
         case "missing":
             return f"missing field `{field}`"
         case "extra_forbidden" if field in _SHOWN_ONLY:

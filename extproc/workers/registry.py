@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from extproc.workers import ranks
 from extproc.workers.addresses import Addresses
 from extproc.workers.breaker import BreakerSettings
+from extproc.workers.changes import Change, Subscriber, Subscribers, WorkerExistsError, WorkerLeavesError
 from extproc.workers.circuits import Circuits
 from extproc.workers.draining import Draining
-from extproc.workers.from_spec import describe, named_engines, take_over
-from extproc.workers.identity import new_worker_id
 from extproc.workers.index import Index
 from extproc.workers.metadata import Metadata
 from extproc.workers.overload import Overloads, OverloadSettings
@@ -27,47 +23,13 @@ from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
 from extproc.workers.publication import Publish
 from extproc.workers.readiness import Readiness
+from extproc.workers.record import Record, named
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import KvEngine, Role, Status, Worker
 
-Subscriber = Callable[[Worker, "Change"], None]
+__all__ = ["Change", "Registry", "Subscriber", "WorkerExistsError", "WorkerLeavesError"]
 
 _logger = logging.getLogger(__name__)
-
-
-class Change(Enum):
-    """What a subscriber is told about a worker."""
-
-    ADDED = "added"
-    STATUS = "status"  # its status is another
-    CIRCUIT = "circuit"  # its circuit breaker lets more or less through
-    OVERLOAD = "overload"  # its engine has too much to do, or not any more
-    IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
-    SPEC = "spec"  # its registration is another: whoever goes by it reads it again
-    ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
-    REMOVED = "removed"  # gone: no request is under way to it and Envoy does not know it
-
-
-class WorkerLeavesError(Exception):
-    """The worker is being removed; nothing of it can be changed any more."""
-
-
-class WorkerExistsError(Exception):
-    """There is already a worker with this URL and role, which is not being removed."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(f"Worker already exists at URL '{worker.url}' with ID {worker.id}")
-        self.worker = worker
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    worker: Worker
-    spec: WorkerSpec
-    changed: float = 0.0  # time.time() of the last change of status
-    joined: bool = False  # it has been READY since it was registered
-    replaced: bool = False  # registered anew under its id
-    found: Metadata | None = None  # what it last said of itself
 
 
 class Registry:
@@ -95,11 +57,11 @@ class Registry:
     ) -> None:
         self.pairing = pairing
         self.dp_aware = dp_aware
-        self._records: dict[str, _Record] = {}
-        self._by_url: dict[tuple[str, Role], _Record] = {}
         overload = overload or OverloadSettings()
+        self._records: dict[str, Record] = {}
+        self._by_url: dict[tuple[str, Role], Record] = {}
         self._index = Index(self.__iter__, pairing, sheds=overload.shed)
-        self._subscribers: list[Subscriber] = []
+        self._subscribers = Subscribers()
         self._draining = Draining(drain_limit, drain_poll)
         self.circuits = Circuits(breaker or BreakerSettings(), self._circuit_moved)
         self.overloads = Overloads(overload, self._overload_moved)
@@ -129,7 +91,7 @@ class Registry:
         return self._index.sheds(role, model)
 
     def knows_model(self, model: str) -> bool:
-        """Whether any registered worker, in whatever state, serves ``model``, or might: has not said what it serves."""
+        """Whether any registered worker, in whatever state, serves ``model``, or may: has not said yet."""
         return self._index.knows_model(model)
 
     def pairs(self, model: str | None) -> Pairs:
@@ -160,11 +122,12 @@ class Registry:
 
     def trouble(self, worker: Worker) -> str:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
-        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None:
+        if worker.reason or worker.status is not Status.READY or worker.endpoint is not None or worker.unserved:
             circuit = worker.breaker.explain() if worker.status is Status.READY else ""
             busy = f"overloaded: {worker.overloaded}" if worker.overloaded else ""
             alone = self._index.all_pairs(None).why_alone(worker) if worker.usable else ""
-            return "; ".join(filter(None, (worker.reason, circuit, busy, alone)))
+            unserved = worker.unserved if worker.status is Status.READY else ""
+            return "; ".join(filter(None, (worker.reason, unserved, circuit, busy, alone)))
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._addresses.refusal)))
 
     def has_joined(self, worker: Worker) -> bool:
@@ -176,12 +139,13 @@ class Registry:
         return self._records[worker.id].replaced
 
     def models(self) -> tuple[str, ...]:
-        """Every model id that a registered worker, in whatever state, is known to serve."""
+        """Every model id that a registered worker, in whatever state, is known to serve, and may be asked for."""
         return tuple(self._index.models())
 
     def listed(self, model: str) -> Mapping[str, object]:
         """What the first worker that lists ``model`` in its own ``/v1/models`` says of it; empty when none does."""
-        entries = (entry for record in self._records.values() for entry in record.worker.listed)
+        workers = (record.worker for record in self._records.values() if not record.worker.unserved)
+        entries = (entry for worker in workers for entry in worker.listed)
         return next((entry for entry in entries if entry["id"] == model), {})
 
     def readiness(self) -> Readiness:
@@ -202,12 +166,14 @@ class Registry:
         key = (str(spec.url), spec.role)
         if key in self._by_url:
             raise WorkerExistsError(self._by_url[key].worker)
-        worker = Worker(id=new_worker_id(), url=spec.url, role=spec.role)
-        take_over(spec, worker)
+        record = Record.of(spec)
+        worker = record.worker
         self.circuits.watch(worker, spec.resilience)
         self.overloads.watch(worker, spec.overload)
-        record = _Record(worker, spec, changed=time.time())
-        _logger.info("worker added", extra=_named(worker))
+        if worker.unserved:
+            _logger.warning("worker added", extra=named(worker) | {"reason": worker.unserved})
+        else:
+            _logger.info("worker added", extra=named(worker))
         self._records[worker.id] = self._by_url[key] = record
         self._tell(worker, Change.ADDED)
         return worker
@@ -220,8 +186,10 @@ class Registry:
         """
         found = self._registered(worker).found
         for record in self._entries(worker):
-            self._change(record, spec)
-        _logger.info("worker changed", extra=_named(worker))
+            record.change(spec)
+            self.circuits.change(record.worker, spec.resilience)
+            self.overloads.watch(record.worker, spec.overload)
+        _logger.info("worker changed", extra=named(worker))
         if found is not None:
             self.describe(worker, found)
         for record in self._entries(worker):
@@ -231,14 +199,15 @@ class Registry:
     def replace(self, worker: Worker, spec: WorkerSpec) -> None:
         """Register the worker anew under its id: it is PENDING until it has been found healthy and what it now is.
 
+        One that is READY, and of which nothing that matters for requests is another, stays so and is asked anew.
         Requests under way go on. ``spec`` is of the same URL and role. Not for one of several ranks. Raises
         WorkerLeavesError.
         """
         record = self._registered(worker)
-        record.spec, record.found = spec, None
-        record.joined, record.replaced = False, True
-        take_over(spec, worker)
-        worker.listed, worker.takes_token_ids = (), False
+        if worker.status is Status.READY and spec.requested_as(record.spec):
+            self.change(worker, spec)
+            return
+        record.replace(spec)
         self.circuits.change(worker, spec.resilience)
         self.overloads.watch(worker, spec.overload)
         self._set_status(record, Status.PENDING, "")
@@ -260,8 +229,7 @@ class Registry:
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Call ``callback`` at every change, at once and synchronously. Returns what ends the subscription."""
-        self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
+        return self._subscribers.add(callback)
 
     async def close(self) -> None:
         """End everything under way. The workers stay as they are."""
@@ -277,13 +245,25 @@ class Registry:
             for record in self._entries(worker):
                 self._set_status(record, status, reason)
 
+    def hold(self, rank: Worker, reason: str) -> None:
+        """Keep one data-parallel rank NOT_READY for ``reason``, however its server is; empty: no longer."""
+        record = self._records.get(rank.id)
+        if record is not None and rank.status is not Status.DRAINING:
+            record.held = reason
+            self._set_status(record, *record.told)
+
+    def is_held(self, rank: Worker) -> bool:
+        """Whether the rank is out by :meth:`hold`."""
+        record = self._records.get(rank.id)
+        return record is not None and bool(record.held)
+
     def describe(self, worker: Worker, found: Metadata) -> None:
         """Take over what the worker said of itself, where the registration does not say otherwise.
 
         Its ranks are as many then as the server says, in doubt against the registration.
         """
         for record in self._entries(worker):
-            self._describe(record, found)
+            record.describe(found, ranks_known=self.dp_aware)
             self._tell(record.worker, Change.IDENTITY)
         if self.dp_aware and worker.id in self._records:
             self._set_ranks(worker, ranks.count(worker, found))
@@ -301,39 +281,30 @@ class Registry:
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
 
-        Raises EndpointTakenError when another worker of the role is there; this worker is then nowhere.
+        Of a gRPC server it is not told. Raises EndpointTakenError when another worker of the role is there; this
+        worker is then nowhere.
         """
         registered = worker.id in self._records and worker.status is not Status.DRAINING
         worker = worker.server
-        if registered and worker.role in (Role.PREFILL, Role.DECODE):
+        for entry in ranks.entries(worker) if registered else ():
+            entry.ip = ip
+        # Envoy's clusters of workers speak HTTP/1.
+        if registered and worker.role in (Role.PREFILL, Role.DECODE) and not worker.url.is_grpc:
             self._addresses.place(worker, ip)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _registered(self, worker: Worker) -> _Record:
+    def _registered(self, worker: Worker) -> Record:
         record = self._records.get(worker.id)
         if record is None or worker.status is Status.DRAINING:
             raise WorkerLeavesError(f"Worker {worker.id} is being removed")
         return record
 
-    def _entries(self, worker: Worker) -> list[_Record]:
+    def _entries(self, worker: Worker) -> list[Record]:
         """The records of all entries of a server; none when it is gone."""
         if worker.id not in self._records:
             return []
         return [self._records[entry.id] for entry in ranks.entries(worker)]
-
-    def _change(self, record: _Record, spec: WorkerSpec) -> None:
-        worker, former, record.spec = record.worker, record.spec, spec
-        engines = worker.kv_engines
-        take_over(spec, worker)
-        if spec.kv.connector == former.kv.connector and named_engines(spec) == named_engines(former):
-            worker.kv_engines = engines  # what the bootstrap server has told, until it is asked again
-        self.circuits.change(worker, spec.resilience)
-        self.overloads.watch(worker, spec.overload)
-
-    def _describe(self, record: _Record, found: Metadata) -> None:
-        record.found = found
-        describe(record.worker, record.spec, found, ranks_known=self.dp_aware)
 
     def _set_ranks(self, worker: Worker, size: int) -> None:
         """Have ``size`` entries for a server: new ones are in the state of the first, those that are left over end."""
@@ -341,8 +312,11 @@ class Registry:
         if size == len(former) or worker.status is Status.DRAINING:
             return
         first = self._records[former[0].id]
-        new = [self._another(first) for _ in range(size - len(former))]
-        _logger.info("worker ranks", extra=_named(first.worker) | {"were": len(former), "ranks": size})
+        new = [first.another(ranks_known=self.dp_aware) for _ in range(size - len(former))]
+        for record in new:
+            self.circuits.watch(record.worker, first.spec.resilience)
+            self.overloads.watch(record.worker, first.spec.overload)
+        _logger.info("worker ranks", extra=named(first.worker) | {"were": len(former), "ranks": size})
         for entry in former[size:]:
             entry.ranks = ()
         ranks.form([*former[:size], *(record.worker for record in new)])
@@ -355,36 +329,13 @@ class Registry:
             self._set_status(self._records[entry.id], Status.DRAINING, "the server has no such rank any more")
             self._draining.begin(self._drain_rank(entry), entry)
 
-    def _another(self, first: _Record) -> _Record:
-        """A new entry for the server of ``first``: as registered, and as it says of itself, in the same state."""
-        worker = Worker(id=new_worker_id(), url=first.spec.url, role=first.spec.role)
-        take_over(first.spec, worker)
-        worker.kv_engines = ()  # those that the server has are shared out to its ranks
-        self.circuits.watch(worker, first.spec.resilience)
-        self.overloads.watch(worker, first.spec.overload)
-        worker.status, worker.reason, worker.endpoint = first.worker.status, first.worker.reason, first.worker.endpoint
-        record = _Record(worker, first.spec, time.time(), joined=first.joined, replaced=first.replaced)
-        if first.found is not None:
-            self._describe(record, first.found)
-        return record
-
-    def _set_status(self, record: _Record, status: Status, reason: str) -> None:
-        worker = record.worker
-        news = reason and reason != worker.reason
-        worker.reason = reason
-        if worker.status is status:
-            if news and status is Status.PENDING:  # a mistyped port must not show in /workers only
-                _logger.warning("worker is not usable yet", extra=_named(worker) | {"reason": reason})
+    def _set_status(self, record: Record, status: Status, reason: str) -> None:
+        moved = record.set_status(status, reason)
+        self._index.forget_reasons()
+        if not moved:
             return
-        before, worker.status, record.changed = worker.status, status, time.time()
-        record.joined |= status is Status.READY
-        level = logging.INFO if status in (Status.READY, Status.DRAINING) else logging.WARNING
-        _logger.log(
-            level,
-            "worker status",
-            extra=_named(worker) | {"was": before.value, "status": status.value, "reason": reason},
-        )
-        if status is Status.READY:
+        worker = record.worker
+        if worker.status is Status.READY:
             worker.breaker.rested()  # it was out for a while, and may be another process
         self._addresses.tell_health(worker)
         self._tell(worker, Change.STATUS)
@@ -400,11 +351,7 @@ class Registry:
 
     def _tell(self, worker: Worker, change: Change) -> None:
         self._index.forget()
-        for callback in tuple(self._subscribers):
-            try:
-                callback(worker, change)
-            except Exception:
-                _logger.exception("a subscriber of the worker registry failed")
+        self._subscribers.tell(worker, change)
 
     def _moved(self, worker: Worker) -> None:
         for entry in ranks.entries(worker):
@@ -427,10 +374,5 @@ class Registry:
         del self._records[worker.id]
         self.circuits.forget(worker)
         self.overloads.forget(worker)
-        _logger.info("worker removed", extra=_named(worker))
+        _logger.info("worker removed", extra=named(worker))
         self._tell(worker, Change.REMOVED)
-
-
-def _named(worker: Worker) -> dict[str, object]:
-    """A worker in a log line."""
-    return {"worker": worker.name, "role": worker.role.value, "worker_id": worker.id}

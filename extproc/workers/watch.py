@@ -7,24 +7,23 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from types import MappingProxyType
 
-from extproc.workers import bootstrap, ranks
+from extproc.workers import ranks
 from extproc.workers.addresses import EndpointTakenError
-from extproc.workers.client import Answer, NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.client import NoAnswerError, UnreachableError, WorkerClient
+from extproc.workers.contact import Contact
 from extproc.workers.health_state import HealthSettings, HealthState, Pace
-from extproc.workers.identify import doubts, identify
-from extproc.workers.metadata import MetadataError, MismatchError
+from extproc.workers.identification import Identification, UnidentifiedError
+from extproc.workers.metadata import MismatchError
 from extproc.workers.mooncake_refresh import MooncakeRefresh
+from extproc.workers.rank_life import RankLife
 from extproc.workers.registry import Registry
 from extproc.workers.resolver import ResolveError, Resolver, literal
-from extproc.workers.signs_of_life import sign_of_life
+from extproc.workers.rounds import Rounds
+from extproc.workers.wedged_ranks import WedgedRanks
 from extproc.workers.worker import Status, Worker
 
 _RANDOM = secrets.SystemRandom()
-_NONE: Mapping[str, str] = MappingProxyType({})
 _logger = logging.getLogger(__name__)
 
 
@@ -33,31 +32,33 @@ class Watch:
 
     Args:
         worker: the server's entry; of several ranks the first one's.
+        contact: asks it.
+        client: asks what is beside it.
     """
 
     def __init__(
         self,
         worker: Worker,
         registry: Registry,
+        contact: Contact,
         client: WorkerClient,
         resolver: Resolver,
         settings: HealthSettings,
         pace: Pace,
         gate: asyncio.Semaphore,
         refresh: MooncakeRefresh,
-        *,
-        token_reuse: bool,
+        rounds: Rounds,
     ) -> None:
         self._worker = worker
-        self._spec = registry.spec(worker)
         self._registry = registry
-        self._client = client
+        self._contact = contact
         self._resolver = resolver
         self._settings = settings
         self._pace = pace
         self._gate = gate
-        self._refresh = refresh
-        self._token_reuse = token_reuse
+        self._rounds = rounds
+        self._identity = Identification(worker, registry, contact, client, pace, refresh)
+        self._wedged_ranks = WedgedRanks(worker, registry, self._life_of)
         self._state = HealthState(settings)
         self._wake = asyncio.Event()
         # Where it is.
@@ -73,16 +74,8 @@ class Watch:
         self._anew = False  # the registration changed, perhaps while a probe was under way
         self._refusals = 0  # of connections of requests, in a row
         self._answers = 0  # what the worker had answered at the last of them
+        self._rank_tries = 0  # to find that a rank works again
         self._wedged = False  # it gave no sign of life; its health alone does not bring it back
-        # What it is.
-        self._identified = False
-        self._identified_at = -math.inf
-        self._doubted = False  # a request to it failed in a way that a restarted server may explain
-        self._identity_trouble = ""
-        self._identity_tries = 0
-        self._settled = False  # there is nothing more to learn from its bootstrap server
-        self._bootstrap_at = -math.inf
-        self._bootstrap_trouble = ""
         self._warned = ""
 
     async def run(self) -> None:
@@ -100,10 +93,10 @@ class Watch:
 
     def respecified(self, settings: HealthSettings) -> None:
         """Go by the worker's registration as it is now, and by ``settings``; look at once. How it is, stays."""
-        self._spec = self._registry.spec(self._worker)
+        self._identity.respecified()
         self._settings = settings
         self._state.settings = settings
-        self._doubted = self._anew = True  # at the next look it is asked what it is
+        self._anew = True
         self._probe_at = time.monotonic()
         self._wake.set()
 
@@ -123,11 +116,16 @@ class Watch:
 
     def report_doubt(self) -> None:
         """The same, of a worker that answers."""
-        if time.monotonic() - self._identified_at >= self._pace.doubt:
-            self._doubted = True
+        if time.monotonic() - self._identity.identified_at >= self._pace.doubt:
+            self._identity.doubt()
             self._bring_forward()
         elif self._settings.enabled:
             self._bring_forward()
+
+    def report_restart(self) -> None:
+        """Its bootstrap server says something else than before: look at the worker, and at that, before long."""
+        self._identity.restarted()
+        self._bring_forward()
 
     def look_again(self) -> None:
         """Somebody else has seen trouble: bring the next probe forward."""
@@ -139,10 +137,19 @@ class Watch:
         if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
             return
         answers = ranks.answers(self._worker)
-        missing = await self._sign_of_life(self._settings.wedge)
+        missing = await self._contact.sign_of_life(ip=self._ip, within=self._settings.wedge)
+        if missing and self._worker.ranks and await self._wedged_ranks.any_lives(self._settings.wedge):
+            return  # it met one that hangs; which of them do is asked of each
         if missing and ranks.answers(self._worker) == answers and self._state.status is Status.READY:
             self._wedged = True
             self._drop(f"wedged: {ranks.load(self._worker)} legs under way, no answer; {missing}")
+
+    async def ask_rank_for_life(self, rank: Worker) -> None:
+        """No leg of one of several ranks is answered: the same for it alone."""
+        if self._settings.enabled and self._ip is not None and self._state.status is Status.READY:
+            await self._wedged_ranks.look_at(rank, self._settings.wedge)
+            if self._wedged_ranks.any_held:
+                self._bring_forward()
 
     def _count_refusal(self) -> None:
         answers = ranks.answers(self._worker)
@@ -152,7 +159,6 @@ class Watch:
         settings = self._settings
         reached = 0 < settings.transport_threshold <= self._refusals
         if settings.enabled and reached and self._state.status is Status.READY and self._has_others():
-            self._doubted = True  # it may come back as another
             self._drop(f"{self._refusals} requests in a row found no connection, or lost it")
 
     def _has_others(self) -> bool:
@@ -164,6 +170,8 @@ class Watch:
         """Take a READY worker out at once; from now on it is probed as any that is out."""
         self._bring_forward()
         self._refusals = 0
+        self._identity.lose()  # it may come back as another
+        self._identity.doubt()
         self._state.dropped()
         self._registry.set_status(self._worker, self._state.status, reason)
 
@@ -185,7 +193,7 @@ class Watch:
         except EndpointTakenError as error:
             self._taken = str(error)
         if self._ip != before:
-            self._forget()
+            self._identity.lose()
             self._probe_at = time.monotonic()
         fixed = literal(url.host) is not None and not self._taken
         self._resolve_at = math.inf if fixed else time.monotonic() + self._jittered(self._pace.resolve)
@@ -193,11 +201,10 @@ class Watch:
     async def _look(self) -> None:
         async with self._gate:
             self._reported = self._anew = False
-            if self._doubted or self._is_to_be_asked_again():
-                self._doubted = False
-                self._forget()
+            self._identity.begin()
             reason = await self._examine()
         self._registry.set_status(self._worker, self._state.status, reason)
+        await self._let_ranks_in()
         self._probed_at = time.monotonic()
         self._probe_at = self._probed_at + self._jittered(self._pause())
         if self._refused or self._taken or self._ip is None:
@@ -216,78 +223,33 @@ class Watch:
                 await self._probe()
             self._refused = False
             self._refusals = 0
-            if not self._identified:
-                await self._identify()
-            if not self._settled or self._may_have_restarted():
-                await self._look_at_bootstrap()
-            await self._refresh.settle(self._worker, self._ip)
+            await self._identity.learn(self._ip, self._settings.timeout)
         except NoAnswerError as error:
             self._refused = isinstance(error, UnreachableError)
-            self._forget()  # it may come back as another
-            self._state.failed()
+            self._identity.forget()
+            if self._state.failed() is not Status.READY:
+                self._identity.lose()  # it may come back as another
+            return str(error)
+        except UnidentifiedError as error:
+            self._state.withheld()
             return str(error)
         except MismatchError as error:
+            self._identity.lose()
             self._state.unfit()
             return str(error)
         if self._state.succeeded() is not Status.READY:
             return self._worker.reason  # until enough probes were good
         self._wedged = False
-        own = "; ".join(filter(None, (*self._spec.idle, self._identity_trouble, self._bootstrap_trouble)))
-        self._warn(own if self._identified else "")
+        own = self._identity.trouble
+        self._warn(own)
         return "; ".join(filter(None, (self._lookup_trouble, own)))
 
     async def _probe(self) -> None:
         assert self._ip is not None
-        settings = self._settings
-        status = await self._client.probe(self._worker, settings.endpoint, within=settings.timeout, ip=self._ip)
-        if not 200 <= status < 300:
-            raise NoAnswerError(f"GET {settings.endpoint}: HTTP {status}")
-        if self._wedged and (missing := await self._sign_of_life(settings.timeout)):
+        contact, within = self._contact, self._settings.timeout
+        await contact.probe(self._settings.endpoint, ip=self._ip, within=within)
+        if self._wedged and (missing := await contact.sign_of_life(ip=self._ip, within=within)):
             raise NoAnswerError(f"still wedged: {missing}")
-
-    def _forget(self) -> None:
-        self._identified = self._settled = False
-
-    async def _identify(self) -> None:
-        """Ask the worker what it is. One that does not say serves anything, and is asked again."""
-        self._identity_tries += 1
-        aware = self._registry.dp_aware
-        try:
-            found = await identify(self._get, self._post, self._spec, token_reuse=self._token_reuse, dp_aware=aware)
-        except MetadataError as error:
-            self._identity_trouble = f"cannot learn what it serves: {error}"
-            return
-        self._identified = True
-        self._settled = False
-        self._identified_at = time.monotonic()
-        self._identity_tries = 0
-        self._registry.describe(self._worker, found)
-        self._identity_trouble = doubts(self._worker, self._spec, found, dp_aware=aware)
-
-    def _is_to_be_asked_again(self) -> bool:
-        """After a restart that nobody noticed a server may have more ranks; fewer show by a refusal."""
-        return self._registry.dp_aware and time.monotonic() - self._identified_at >= self._pace.ranks
-
-    def _may_have_restarted(self) -> bool:
-        """Unseen, between two probes. Only Mooncake's decode workers hang on it; others fail, which is reported."""
-        return bootstrap.is_mooncake(self._worker) and time.monotonic() - self._bootstrap_at >= self._pace.doubt
-
-    async def _look_at_bootstrap(self) -> None:
-        """Before requests come: a decode that is told a former engine id does not get the cache."""
-        self._identity_tries += 1
-        self._bootstrap_at = time.monotonic()
-        found = await bootstrap.look(
-            self._client, self._worker, self._spec.kv.engine_id, ip=self._ip or "", within=self._settings.timeout
-        )
-        if self._settled and not found.settled:  # what is known holds until asking again has failed too
-            self._settled = False
-            return
-        unpinned = "" if self._registry.dp_aware else bootstrap.unpinned(found.engines)
-        self._settled, self._bootstrap_trouble = found.settled, "; ".join(filter(None, (found.trouble, unpinned)))
-        if self._identified and self._settled:
-            self._identity_tries = 0
-        await self._refresh.found(self._worker, found.addresses)
-        self._registry.set_engines(self._worker, found.engines)
 
     def _warn(self, trouble: str) -> None:
         """Log what is wrong with a worker that is usable all the same, once."""
@@ -295,24 +257,18 @@ class Watch:
             _logger.warning(trouble, extra={"worker": str(self._worker.url)})
         self._warned = trouble
 
-    async def _get(self, path: str) -> Answer:
-        return await self._get_within(path, self._settings.timeout)
-
-    async def _get_within(self, path: str, within: float) -> Answer:
+    async def _life_of(self, rank: Worker, within: float) -> RankLife:
         if self._ip is None:
-            raise UnreachableError("address not known")
-        return await self._client.get(self._worker, path, within=within, ip=self._ip)
+            return RankLife.UNKNOWN
+        return await self._contact.life_of(rank, ip=self._ip, within=within)
 
-    async def _post(self, path: str, body: object, headers: Mapping[str, str] = _NONE) -> Answer:
-        return await self._post_within(path, body, self._settings.timeout, headers)
-
-    async def _post_within(self, path: str, body: object, within: float, headers: Mapping[str, str] = _NONE) -> Answer:
-        if self._ip is None:
-            raise UnreachableError("address not known")
-        return await self._client.post(self._worker, path, body, within=within, ip=self._ip, headers=headers)
-
-    async def _sign_of_life(self, within: float) -> str:
-        return await sign_of_life(self._get_within, self._post_within, self._worker, within)
+    async def _let_ranks_in(self) -> None:
+        """After each good probe those that hang are asked for a sign of life, less and less often."""
+        if self._wedged_ranks.any_held and self._state.status is Status.READY and not self._state.failures:
+            self._rank_tries += 1
+            await self._wedged_ranks.let_in(self._settings.timeout)
+        if not self._wedged_ranks.any_held:
+            self._rank_tries = 0
 
     def _pause(self) -> float:
         """Seconds until the next look."""
@@ -320,15 +276,15 @@ class Watch:
         if self._anew:
             return 0.0
         if state.status is not Status.READY:
-            return self._backoff(state.failures)
+            return self._backoff(max(state.failures, 0 if self._identity.known else self._identity.tries))
         if self._reported:
             return pace.report
         if state.failures:
             return min(settings.interval, pace.confirm if self._refused else pace.seek)
-        if not self._identified or not self._settled:
-            return self._backoff(self._identity_tries)
-        if bootstrap.is_mooncake(self._worker):
-            return min(settings.interval, pace.restart)
+        if not self._identity.complete:
+            return self._backoff(self._identity.tries)
+        if self._wedged_ranks.any_held:
+            return self._backoff(self._rank_tries)
         return settings.interval if settings.enabled else math.inf
 
     def _backoff(self, tries: int) -> float:
@@ -340,6 +296,9 @@ class Watch:
     async def _rest(self, seconds: float) -> None:
         self._wake.clear()
         if seconds > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if seconds == math.inf else seconds):
-                    await self._wake.wait()
+            cancel = None if seconds == math.inf else self._rounds.call_later(seconds, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                if cancel is not None:
+                    cancel()

@@ -27,7 +27,9 @@ def is_ip_address(host: str) -> bool:
 
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_DEFAULT_PORTS = {"http": 80, "https": 443, "grpc": 80, "grpcs": 443}
+_CONNECTION_MODES = {"http": "http", "https": "http", "grpc": "grpc", "grpcs": "grpc"}
+_TLS = ("https", "grpcs")
 _SCHEMES = ("http", "https", "grpc", "grpcs", "ipc")
 
 
@@ -96,14 +98,30 @@ class WorkerUrl:
         if not host or not (_HOST_NAME.fullmatch(host) or is_ip_address(host)):
             raise InvalidUrlError(text, "URL must have a valid host")
         if parts.scheme not in _DEFAULT_PORTS:
-            raise InvalidUrlError(text, f"{parts.scheme}:// workers are not served yet; use http:// or https://")
+            known = ", ".join(f"{scheme}://" for scheme in _DEFAULT_PORTS)
+            raise InvalidUrlError(text, f"{parts.scheme}:// workers are not served; expected one of {known}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
             raise InvalidUrlError(text, "URL must be scheme://host[:port] without credentials, path, query or fragment")
-        if parts.scheme == "https" and is_ip_address(host):
-            raise InvalidUrlError(text, "https:// needs a host name: Envoy checks the certificate against it")
+        if parts.scheme in _TLS and is_ip_address(host):
+            raise InvalidUrlError(text, f"{parts.scheme}:// needs a host name: the certificate is checked against it")
         if port == 0:
             raise InvalidUrlError(text, "Port must be between 1 and 65535")
         return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme])
+
+    @property
+    def connection_mode(self) -> str:
+        """By what requests and questions come: ``http`` or ``grpc``, as the control API has it."""
+        return _CONNECTION_MODES[self.scheme]
+
+    @property
+    def is_grpc(self) -> bool:
+        """Whether the worker is a gRPC server."""
+        return self.connection_mode == "grpc"
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted, and the server's certificate is checked."""
+        return self.scheme in _TLS
 
     @property
     def bracketed_host(self) -> str:
@@ -130,8 +148,9 @@ class Worker:
     id: str
     url: WorkerUrl
     role: Role
-    model_ids: tuple[str, ...] = ()  # empty: serves any model (identity not known)
+    model_ids: tuple[str, ...] = ()  # empty: nobody has said; its watch does not let it become READY then
     bootstrap_port: int | None = None
+    bootstrap_host: str = ""  # where that port is, IPv6 in brackets: the URL's host unless registered
     api_key: str | None = field(default=None, repr=False)
     priority: int = 50
     cost: float = 1.0
@@ -142,6 +161,7 @@ class Worker:
     kv_connector: str = ""
     kv_role: str = ""
     kv_engines: tuple[KvEngine, ...] = ()
+    kv_engine_id: str = ""  # the engine's id before vLLM appends a rank, where the server tells it itself (over gRPC)
     enforces_handshake: bool = True  # NIXL: takes the cache of no engine unlike itself, unless a label says otherwise
     # vLLM decode: a chat's ``kv_transfer_params.prompt_token_ids`` stand for its prompt: no chat template is applied,
     # nothing is tokenised again. Found out by asking (:mod:`extproc.workers.token_ids`).
@@ -166,6 +186,8 @@ class Worker:
     answers: int = 0  # that legs had of it, whatever they say: whether it still gives any
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
+    unserved: str = ""  # why it is given no requests however healthy it is; for people. Envoy is not told of it
+    ip: str | None = None  # where its host name leads, without brackets; None until it is resolved
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()
     # The entries of its own ``/v1/models``, each with an ``id``.
@@ -182,6 +204,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.base_url = self.name = str(self.url)
+        self.bootstrap_host = self.bootstrap_host or self.url.bracketed_host
         self.update_pairing()
 
     def update_pairing(self) -> None:
@@ -191,7 +214,9 @@ class Worker:
             and self.kv_connector == NIXL
             and (self.role is not Role.DECODE or (self.enforces_handshake and enforces_handshake(self.labels)))
         )
-        self.pairing = Pairing.of(self.runtime, self.transport, self.labels, handshake=handshake)
+        self.pairing = Pairing.of(
+            self.runtime, self.transport, self.labels, handshake=handshake, connection_mode=self.url.connection_mode
+        )
         self.place = place_of(self.labels)
 
     def begin(self, tokens: int = 0) -> int:
@@ -232,7 +257,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         """May be given a request now."""
-        return self.status is Status.READY and self.endpoint is not None
+        return self.status is Status.READY and self.endpoint is not None and not self.unserved
 
     @property
     def sought(self) -> bool:

@@ -15,12 +15,14 @@ from extproc.mock.prompts import chat_prompt
 from extproc.mock.runner import send
 from extproc.mock.sglang import bodies, info, loads
 from extproc.mock.sglang.api import error, parse_v1
+from extproc.mock.sglang.engine import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from extproc.mock.sglang.engine import Engine
 
+_HEALTH_SECONDS = 20  # SGLANG_HEALTH_CHECK_TIMEOUT
 _NOT_FLUSHED = b"Flush cache failed.\n"
 _FLUSHED = (
     b"Cache flushed.\nPlease check backend logs for more details. "
@@ -36,6 +38,7 @@ class Control:
         self._identity = identity
         self._health_delay = health_delay
         self._profiling = False
+        self._turn = 0  # of the rank that the last health check went to
 
     def routes(self) -> dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]]:
         """Path to methods and handler."""
@@ -118,8 +121,17 @@ class Control:
         await exchange.reply(200, b"Stop profiling. This will take some time.\n", TEXT)
 
     async def _health(self, exchange: Exchange) -> None:
+        """A token of one rank: a prefill's first one, as the room of health checks is 0, else of each in turn."""
         if self._health_delay:
             await asyncio.sleep(self._health_delay)
+        engine = self._engine
+        self._turn = 0 if engine.mode is Mode.PREFILL else (self._turn + 1) % engine.dp_size
+        try:
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                await engine.works(self._turn)
+        except TimeoutError:
+            await exchange.reply(503, b"", None)
+            return
         await self._empty(exchange)
 
     async def _empty(self, exchange: Exchange) -> None:
@@ -138,6 +150,9 @@ class Control:
         await send(exchange, Reply.json(200, self._identity().model_info()))
 
     async def _server_info(self, exchange: Exchange) -> None:
+        """Every rank is asked for its state, and waited for."""
+        for rank in range(self._engine.dp_size):
+            await self._engine.works(rank)
         await send(exchange, Reply.json(200, self._identity().server_info(self._engine.running)))
 
     async def _loads(self, exchange: Exchange) -> None:

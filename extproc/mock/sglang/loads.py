@@ -33,7 +33,7 @@ def _entry(engine: Engine, rank: int, include: Collection[str]) -> dict[str, Any
     waiting, used = engine.waiting(rank), engine.used_tokens(rank)
     pending = sum(s.prompt.length for s in engine.on(rank) if s.waiting and engine.mode is not Mode.DECODE)
     entry: dict[str, Any] = {
-        "timestamp": time.time(),
+        "timestamp": engine.hangs_since(rank) or time.time(),
         "dp_rank": rank,
         "num_running_reqs": engine.running[rank] - waiting,
         "num_waiting_reqs": waiting,

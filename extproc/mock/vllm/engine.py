@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from extproc.mock import engine
 from extproc.mock.engine import Pace, RequestError
@@ -160,7 +160,8 @@ class Engine(engine.Engine[Sequence]):
         self.blocks = Blocks(options.blocks, options.block_size)
         self.pins = Pins(self.blocks, options.lease)
         self.connector: Connector | None = None
-        self.totals = Totals()
+        self.totals = [Totals() for _ in range(options.dp_size)]  # by rank
+        self._last: dict[int, Gauges] = {}  # that ranks which hang have reported
         self._loads: set[asyncio.Task[int]] = set()
         self._turn = 0  # of the rank that gets the next request for none
 
@@ -202,10 +203,17 @@ class Engine(engine.Engine[Sequence]):
         self.pins.clear()
         return loads if self.connector is None else [*loads, *self.connector.stop()]
 
-    def requests(self, rank: int) -> tuple[int, int]:
-        """How many requests of a rank run, and how many wait for a KV cache."""
+    def hang(self, rank: int) -> None:
+        """See the base; what is sent to it is not among its figures."""
+        self._last[rank] = self.gauges(rank)
+        super().hang(rank)
+
+    def gauges(self, rank: int) -> Gauges:
+        """What a rank reports of itself."""
+        if self.hangs_since(rank) is not None:
+            return self._last[rank]
         loading = [sequence.loading for sequence in self.live.values() if sequence.rank == rank]
-        return len(loading) - sum(loading), sum(loading)
+        return Gauges(len(loading) - sum(loading), sum(loading), self.blocks.usage)
 
     async def _begin(self, sequence: Sequence, pace: Pace) -> bool:
         options = self.options
@@ -217,7 +225,7 @@ class Engine(engine.Engine[Sequence]):
         if options.prefix_caching and sequence.reads_cache:
             sequence.cached = self.blocks.cached(sequence.ids_in)
             sequence.created = len(sequence.ids_in) // options.block_size * options.block_size - sequence.cached
-        self.totals.queried(sequence)
+        self.totals[sequence.rank].queried(sequence)
         source = await self._fetch(sequence)
         if sequence.finish is not None:
             return False
@@ -234,7 +242,7 @@ class Engine(engine.Engine[Sequence]):
             sequence.finish = {"type": "abort"}
         else:
             sequence.finish = sequence.text.finish
-        self.totals.ended(sequence)
+        self.totals[sequence.rank].ended(sequence)
         if self.connector is not None and sequence.handoff:
             sequence.returned = self.connector.finished(sequence)
             if sequence.returned is not None and sequence.written == 1:
@@ -290,7 +298,7 @@ class Engine(engine.Engine[Sequence]):
             return None
         finally:
             sequence.loading = False
-        self.totals.hits += sequence.prompt.length - sequence.cached
+        self.totals[sequence.rank].hits += sequence.prompt.length - sequence.cached
         sequence.cached, sequence.created = sequence.prompt.length, 0
         remote = params.get("remote_prefill_cached_tokens")
         if isinstance(remote, int):
@@ -315,6 +323,14 @@ def _looked_at(load: asyncio.Task[int]) -> None:
     """Nobody waits for it any more."""
     if not load.cancelled():
         load.exception()
+
+
+class Gauges(NamedTuple):
+    """What a rank says of this moment: requests that run, and that wait for a KV cache; how full its cache is."""
+
+    running: int
+    loading: int
+    usage: float
 
 
 @dataclass(slots=True)

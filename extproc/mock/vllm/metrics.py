@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
-    from extproc.mock.vllm.engine import Engine
+    from extproc.mock.vllm.engine import Engine, Totals
 
 
 class Metric(NamedTuple):
@@ -23,32 +23,40 @@ class Metric(NamedTuple):
 
 def text(engine: Engine, names: Collection[str] | None = None) -> bytes:
     """The exposition; only of ``names``, where there are any."""
-    totals, options = engine.totals, engine.options
+    options = engine.options
     layout = (
         f',block_size="{options.block_size}",cache_dtype="{options.cache_dtype}",num_gpu_blocks="{engine.blocks.count}"'
     )
     ranks = range(options.dp_size)
-    running, loading = zip(*(engine.requests(rank) for rank in ranks), strict=True)
+    gauges = [engine.gauges(rank) for rank in ranks]
     found = [
-        *(Metric("num_requests_running", "gauge", running[rank], rank=rank) for rank in ranks),
-        *(Metric("num_requests_waiting", "gauge", loading[rank], rank=rank) for rank in ranks),
+        *(Metric("num_requests_running", "gauge", gauges[rank].running, rank=rank) for rank in ranks),
+        *(Metric("num_requests_waiting", "gauge", gauges[rank].loading, rank=rank) for rank in ranks),
         *(Metric("num_requests_waiting_by_reason", "gauge", 0, ',reason="capacity"', rank=rank) for rank in ranks),
         *(
-            Metric("num_requests_waiting_by_reason", "gauge", loading[rank], ',reason="deferred"', rank=rank)
+            Metric("num_requests_waiting_by_reason", "gauge", gauges[rank].loading, ',reason="deferred"', rank=rank)
             for rank in ranks
         ),
         # All ranks take their blocks from one pool here.
-        *(Metric("kv_cache_usage_perc", "gauge", engine.blocks.usage, rank=rank) for rank in ranks),
+        *(Metric("kv_cache_usage_perc", "gauge", gauges[rank].usage, rank=rank) for rank in ranks),
         *(Metric("cache_config_info", "gauge", 1, layout, rank=rank) for rank in ranks),
-        Metric("prefix_cache_queries_total", "counter", totals.local_queries),
-        Metric("prefix_cache_hits_total", "counter", totals.local_hits),
-        Metric("external_prefix_cache_queries_total", "counter", totals.queries),
-        Metric("external_prefix_cache_hits_total", "counter", totals.hits),
-        Metric("prompt_tokens_total", "counter", totals.prompt),
-        Metric("generation_tokens_total", "counter", totals.generated),
     ]
-    for reason, count in totals.ends.items():
-        found.append(Metric("request_success_total", "counter", count, f',finished_reason="{reason}"'))
+    counters: tuple[tuple[str, Callable[[Totals], int]], ...] = (
+        ("prefix_cache_queries_total", lambda totals: totals.local_queries),
+        ("prefix_cache_hits_total", lambda totals: totals.local_hits),
+        ("external_prefix_cache_queries_total", lambda totals: totals.queries),
+        ("external_prefix_cache_hits_total", lambda totals: totals.hits),
+        ("prompt_tokens_total", lambda totals: totals.prompt),
+        ("generation_tokens_total", lambda totals: totals.generated),
+    )
+    for name, count in counters:
+        found += [Metric(name, "counter", count(engine.totals[rank]), rank=rank) for rank in ranks]
+    for reason in engine.totals[0].ends:
+        label = f',finished_reason="{reason}"'
+        found += [
+            Metric("request_success_total", "counter", engine.totals[rank].ends[reason], label, rank=rank)
+            for rank in ranks
+        ]
     if engine.connector is not None:
         found += engine.connector.metrics()
     lines = []

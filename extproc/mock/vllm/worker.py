@@ -137,7 +137,7 @@ class VllmMock(MockWorker):
     @property
     def external_hits(self) -> int:
         """How many tokens were fetched from prefills."""
-        return self.engine.totals.hits
+        return sum(totals.hits for totals in self.engine.totals)
 
     @property
     def bootstrap_url(self) -> str:

@@ -1,0 +1,142 @@
+"""gRPC workers in the control API: registered, shown, asked for their load, ordered to flush and to profile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from control_rig import Api, running
+from fleet import eventually
+
+from extproc.mock import RpcMock, SglangMock
+from extproc.workers.load_poll import LoadMonitor
+from extproc.workers.worker import NIXL, Status, Worker
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    async with running() as made:
+        made.monitor.start()
+        yield made
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as made:
+        yield made
+
+
+async def register(api: Api, url: str, role: str, **more: Any) -> Worker:
+    """A worker that is ready."""
+    answer = await api.ask("POST", "/workers", json={"url": url, "worker_type": role, **more})
+    assert answer.status == 202, answer.text
+    worker = api.registry.get(answer.json["worker_id"])
+    assert worker is not None
+    await eventually(lambda: worker.status is Status.READY)
+    return worker
+
+
+async def test_one_is_registered_and_shown(stack: AsyncExitStack, api: Api) -> None:
+    mock = await stack.enter_async_context(RpcMock("vllm", "prefill", connector=NIXL, engine_id="e-1"))
+    worker = await register(api, mock.url, "prefill", connection_mode="grpc", runtime_type="vllm")
+    shown = (await api.get(f"/workers/{worker.id}")).json
+    expected = {
+        "url": mock.url,
+        "connection_mode": "grpc",
+        "runtime_type": "vllm",
+        "model_id": "tiny",
+        "kv_connector": NIXL,
+        "kv_role": "kv_producer",
+        "kv_engine_id": "e-1",
+        "pd_pairing": "vllm/nixl/dtype=auto,page=32,model=torch.float32",
+        "status": "ready",
+        "is_healthy": False,
+        "status_reason": "workers over gRPC are given no requests yet",
+    }
+    assert {name: shown[name] for name in expected} == expected
+    assert (await api.get("/readiness")).status == 503
+
+
+async def test_a_change_loses_nothing_that_the_server_has_said(stack: AsyncExitStack, api: Api) -> None:
+    mock = await stack.enter_async_context(RpcMock("vllm", "prefill", connector=NIXL, engine_id="e-1"))
+    worker = await register(api, mock.url, "prefill")
+    answer = await api.ask("PATCH", f"/workers/{worker.id}", json={"labels": {"zone": "a"}, "connection_mode": "grpc"})
+    assert answer.status == 202, answer.text
+    assert (worker.kv_connector, worker.kv_engine_id, worker.runtime) == (NIXL, "e-1", "vllm")
+    assert worker.labels["zone"] == "a"
+    wrong = await api.ask("PATCH", f"/workers/{worker.id}", json={"connection_mode": "http"})
+    assert (wrong.status, wrong.json["code"]) == (400, "BAD_REQUEST")
+    assert wrong.json["error"] == "connection_mode is http, but the URL's scheme is grpc"
+
+
+async def test_a_replacement_is_asked_anew(stack: AsyncExitStack, api: Api) -> None:
+    mock = await stack.enter_async_context(RpcMock("sglang", "decode"))
+    worker = await register(api, mock.url, "decode")
+    body = {"url": mock.url, "worker_type": "decode", "runtime_type": "vllm"}
+    assert (await api.ask("PUT", f"/workers/{worker.id}", json=body)).status == 202
+    await eventually(lambda: "registered as vllm, but the server is SGLang" in api.registry.trouble(worker))
+    assert worker.status is not Status.READY
+
+
+async def test_their_loads_are_shown(stack: AsyncExitStack, api: Api) -> None:
+    mock = await stack.enter_async_context(RpcMock("sglang", "decode"))
+    mock.facts.running, mock.facts.waiting = 3, 2
+    worker = await register(api, mock.url, "decode")
+    loads = LoadMonitor(api.registry, api.client, 0.01)
+    loads.start()
+    stack.push_async_callback(loads.stop)
+    await eventually(lambda: worker.engine_load)
+    (entry,) = (await api.get("/get_loads")).json["loads"]
+    expected = {
+        "worker": mock.url,
+        "num_running_reqs": 3,
+        "num_waiting_reqs": 2,
+        "decode_queue_reqs": 2,
+        "max_running_requests": 2048,
+    }
+    assert {name: entry[name] for name in expected} == expected
+    assert entry.keys().isdisjoint({"num_total_tokens", "prefill_queue_reqs", "kv_transfer_latency_ms"})
+
+
+async def test_a_mixed_fleet_flushes(stack: AsyncExitStack, api: Api) -> None:
+    http = await stack.enter_async_context(SglangMock("prefill"))
+    good = await stack.enter_async_context(RpcMock("sglang", "decode"))
+    busy = await stack.enter_async_context(RpcMock("vllm", "decode"))
+    busy.busy = True
+    dead = RpcMock("tokenspeed", "decode")
+    await dead.start()
+    for url, role in ((http.url, "prefill"), *((mock.url, "decode") for mock in (good, busy, dead))):
+        await register(api, url, role)
+    await dead.stop()
+    answer = await api.ask("POST", "/flush_cache", json={"timeout_s": 0.5})
+    assert (answer.status, answer.json["workers_flushed"]) == (206, 2)
+    assert (answer.json["total_http_workers"], answer.json["total_grpc_workers"]) == (1, 3)
+    assert answer.json["successful"] == [http.url, good.url]
+    refused = "FlushCache: not done: KV prefix cache reset refused; requests may be in flight"
+    failed = {entry["worker"]: entry["error"] for entry in answer.json["failed"]}
+    assert failed.pop(busy.url) == refused
+    assert failed.pop(dead.url).startswith("FlushCache: ")
+    assert failed == {}
+    assert good.calls[-1].request.timeout_s == 0.5
+
+
+async def test_a_profile_is_started_and_stopped_where_it_can_be(stack: AsyncExitStack, api: Api) -> None:
+    sglang = await stack.enter_async_context(RpcMock("sglang", "decode"))
+    vllm = await stack.enter_async_context(RpcMock("vllm", "decode"))
+    for mock in (sglang, vllm):
+        await register(api, mock.url, "decode")
+    answer = await api.ask("POST", "/start_profile", json={"num_steps": 3})
+    assert answer.json["successful"] == [sglang.url]
+    assert "INVALID_ARGUMENT" in answer.json["failed"][0]["error"]
+    assert sglang.calls[-1].request.num_steps == 3
+    unknown = await api.ask("POST", "/start_profile", json={"nonsense": 3})
+    assert [entry["error"].partition(" has")[2] for entry in unknown.json["failed"]] == [
+        ' no field named "nonsense" at "StartProfileRequest".'
+    ] * 2
+    vllm.profiler = True
+    assert (await api.ask("POST", "/start_profile")).status == 200
+    assert (await api.ask("POST", "/stop_profile")).status == 200
