@@ -8,32 +8,31 @@ from __future__ import annotations
 
 # smg 1.13.0; names without the leading dashes, aliases included.
 _OPTIONS = """
-assignment-mode backend balance-abs-threshold balance-rel-threshold balance-token-usage-threshold block-size
-bucket-adjust-interval-secs cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
+backend balance-token-usage-threshold block-size
+cache-boundaries cache-index cache-match-threshold cache-threshold cache-ttl-secs
 chat-template
 decode-selector
 disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider
-dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
+enable-igw enable-trace encode encode-selector epd-disaggregation
 eviction-interval eviction-interval-secs header-read-timeout-secs health-check-port idle-connection-timeout-secs
 job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-annotation kv-index
-least-load-default-throughput least-load-kv-pressure-weight least-load-max-waiting-requests
-least-load-mean-prefill-tokens log-dir max-background-responses max-buffered-request-bytes
-max-concurrent-requests max-idle-secs max-tree-size mcp-config-path mm-allow-private-media-hosts
+log-dir max-background-responses max-buffered-request-bytes
+max-concurrent-requests max-tree-size mcp-config-path mm-allow-private-media-hosts
 mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model
 model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint overlap-decay
-overload-token-usage-threshold parser pd-admission-wait-secs power-of-two-load-metric
+overload-token-usage-threshold parser pd-admission-wait-secs
 prefill-max-inflight-requests-per-worker prefill-queue-size prefill-queue-timeout-secs prefill-selector
-prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count priority-scheduler-enabled
+priority-scheduler-enabled
 prometheus-duration-buckets queue-size queue-timeout-secs rate-limit-tokens-per-second reasoning-parser
-remove-unhealthy-workers router-selector routing-key-headers routing-key-override
+remove-unhealthy-workers router-selector
 selection-accounting-ttl-ms selection-temperature selector service-discovery service-discovery-namespace
-service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
+service-discovery-port sse-keepalive-secs stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-overload-protection worker-overload-shed
 worker-overload-token-usage worker-overload-waiting-requests worker-stale-secs
 worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
-_POLICIES = "bucket cache_aware consistent_hashing least_load manual passthrough power_of_two prefix_hash"
+_POLICIES = "cache_aware"
 
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())
 POLICIES_NOT_AVAILABLE_YET = frozenset(_POLICIES.split())

@@ -38,10 +38,9 @@ from extproc.handoff.table import Handoffs
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.openness import warn_of_openness
 from extproc.policies.placement import Placer
-from extproc.policies.policy import Policy
-from extproc.policies.random_choice import RandomPolicy
-from extproc.policies.round_robin import RoundRobinPolicy
-from extproc.settings import GrpcTransport, MooncakeDispatch, PolicyName, Settings
+from extproc.policies.table import policy_of
+from extproc.policies.tuning import Tuning
+from extproc.settings import GrpcTransport, MooncakeDispatch, Settings
 from extproc.transport.access_logs import AccessLogs
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
@@ -60,10 +59,6 @@ from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker
 
 _log: Final = logging.getLogger(__name__)
-_POLICIES: Final[dict[PolicyName, Callable[[], Policy]]] = {
-    PolicyName.RANDOM: RandomPolicy,
-    PolicyName.ROUND_ROBIN: RoundRobinPolicy,
-}
 _LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _GONE: Final = (Status.NOT_READY, Status.FAILED)
 _TICK_SECONDS: Final = 1.0
@@ -127,7 +122,7 @@ class Service:
         )
         self.gateway = Gateway(
             _gateway_config(settings),
-            Placer(self.registry, _POLICIES[settings.prefill_policy](), _POLICIES[settings.decode_policy]()),
+            self._placer(),
             Handoffs(mooncake_in_turn=settings.mooncake_dispatch is MooncakeDispatch.SEQUENTIAL),
             self._egress,
             LoopClock(),
@@ -141,6 +136,14 @@ class Service:
         server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
         self._server: ProcessServer = server(others=self._access_logs.methods)
         self.registry.subscribe(self._on_change)
+
+    def _placer(self) -> Placer:
+        settings = self._settings
+        tuning = Tuning.of(settings)
+        prefill, decode = (
+            policy_of(name, tuning, time.monotonic) for name in (settings.prefill_policy, settings.decode_policy)
+        )
+        return Placer(self.registry, prefill, decode)
 
     @property
     def metrics_port(self) -> int:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from extproc.control.keys import API_KEY_ID, of_api_key
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
@@ -24,6 +22,9 @@ from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
+from extproc.options import Group, Option, from_settings_before
+from extproc.policies.names import PolicyName
+from extproc.policy_settings import PolicySettings
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     AddressText,
@@ -41,8 +42,6 @@ from extproc.values import (
     Key,
     Mode,
     MooncakeDispatch,
-    Policy,
-    PolicyName,
     Port,
     Share,
     Tally,
@@ -69,31 +68,6 @@ __all__ = [
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-class Group(Enum):
-    """The headings of ``pd-extproc launch --help``, in order."""
-
-    WORKERS = "Workers"
-    POLICIES = "Choice of workers"
-    CLIENTS = "Clients"
-    HEALTH = "Health of workers"
-    LOAD = "Load of workers"
-    FAILURES = "Failures"
-    LIFECYCLE = "Shutdown"
-    ENVOY = "Envoy"
-    ADDRESSES = "Between Envoy and the sidecar (unix:/path or host:port)"
-    OBSERVABILITY = "Observability"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How a field looks in ``--help``. ``default``: words for a default that is computed."""
-
-    group: Group
-    help: str
-    metavar: str | None = None
-    default: str | None = None
-
-
 def usable_cores() -> int:
     """How many cores this process may keep busy: its affinity mask, less a container's CPU quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0))
@@ -114,11 +88,6 @@ def _run_dir(data: dict[str, Any]) -> Path:
     return Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
 
 
-def _from_settings_before(default: Callable[[dict[str, Any]], object]) -> Any:
-    """A default computed from the fields declared further up, which are valid by then."""
-    return Field(default_factory=default, validate_default=True)
-
-
 def _beside_extproc(name: str, offset: int) -> Any:
     """A socket in the run directory; where ext_proc is on a TCP port, that port plus ``offset``."""
 
@@ -128,13 +97,11 @@ def _beside_extproc(name: str, offset: int) -> Any:
             return str(replace(extproc, port=extproc.port + offset))
         return f"unix:{data['run_dir']}/{name}.sock"
 
-    return _from_settings_before(default)
+    return from_settings_before(default)
 
 
-class Settings(BaseModel):
+class Settings(PolicySettings):
     """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     # fmt: off
     pd_disaggregation: Annotated[bool, Option(
@@ -160,15 +127,6 @@ class Settings(BaseModel):
 
     pd_pairing_mode: Annotated[PairingMode, Option(
         Group.POLICIES, "what is unknown fits all (lenient), none (strict); off", "NAME")] = PairingMode.LENIENT
-    policy: Annotated[Policy, Option(
-        Group.POLICIES, "random or round_robin, for roles without one of their own", "NAME")
-    ] = PolicyName.ROUND_ROBIN
-    prefill_policy: Annotated[Policy, Option(
-        Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
-    ] = _from_settings_before(lambda data: data["policy"])
-    decode_policy: Annotated[Policy, Option(
-        Group.POLICIES, "policy for decode workers", "NAME", "as --policy")
-    ] = _from_settings_before(lambda data: data["policy"])
 
     model_alias: Annotated[ModelAliases, Option(
         Group.CLIENTS, "another name for a model; repeatable", "ALIAS=MODEL", "none")] = ()
@@ -253,7 +211,7 @@ class Settings(BaseModel):
 
     worker_drain_timeout_secs: Annotated[Duration, Option(
         Group.LIFECYCLE, "longest wait for a removed worker", "SECONDS", "as --request-timeout-secs")
-    ] = _from_settings_before(lambda data: data["request_timeout_secs"])
+    ] = from_settings_before(lambda data: data["request_timeout_secs"])
     drain_settle_secs: Annotated[Grace, Option(
         Group.LIFECYCLE, "time between 'not ready' and closing to new requests", "SECONDS")] = 5
     shutdown_grace_period_secs: Annotated[Grace, Option(
@@ -276,10 +234,10 @@ class Settings(BaseModel):
 
     run_dir: Annotated[File, Option(
         Group.ADDRESSES, "for sockets", "DIR", "pd-extproc-PORT in /run, $XDG_RUNTIME_DIR or /tmp")
-    ] = _from_settings_before(_run_dir)
+    ] = from_settings_before(_run_dir)
     extproc_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "ext_proc service", "ADDRESS", "extproc.sock in --run-dir")
-    ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/extproc.sock")
+    ] = from_settings_before(lambda data: f"unix:{data['run_dir']}/extproc.sock")
     ads_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "endpoint discovery (ADS)", "ADDRESS", "ads.sock, or ext_proc's port + 1")
     ] = _beside_extproc("ads", 1)
@@ -289,7 +247,7 @@ class Settings(BaseModel):
     # A unix socket always: whoever can connect to it can send to every worker.
     egress_address: Annotated[UnixAddressText, Option(
         Group.ADDRESSES, "unix socket that Envoy takes our requests on", "ADDRESS", "egress.sock in --run-dir")
-    ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
+    ] = from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
     grpc_transport: Annotated[GrpcTransport, Option(
         Group.ADDRESSES, "server of ext_proc: ngh2 or grpcio", "NAME")] = GrpcTransport.NGH2
 
@@ -331,6 +289,12 @@ class Settings(BaseModel):
             raise ValueError("--control-plane-api-keys: each must have a key of its own, which is not --api-key either")
         if self.control_plane_open and (ids or self.api_key is not None):
             raise ValueError("--control-plane-open is for a gateway without keys; --api-key and the like close it")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_to_choose_from(self) -> Settings:
+        if self.dp_minimum_tokens_scheduler and not self.dp_aware:
+            raise ValueError("--dp-minimum-tokens-scheduler needs --dp-aware: it chooses among ranks")
         return self
 
     @model_validator(mode="after")

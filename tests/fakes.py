@@ -75,12 +75,16 @@ class Asked:
     prompt: bytes = b'"a prompt"'
     tokens: int = 8
     notes: dict = field(default_factory=dict)
+    rid: str = ""
 
     def prompt_tokens(self) -> int:
         return self.tokens
 
-    def prompt_bytes(self) -> bytes:
-        return self.prompt
+    def prompt_bytes(self, most=None) -> bytes:
+        return self.prompt[:most]
+
+    def own_id(self) -> str:
+        return self.rid
 
 
 class FakeFleet:

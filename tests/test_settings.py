@@ -12,14 +12,16 @@ from extproc import settings as settings_module
 from extproc.control.keys import ControlKey
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAlias
+from extproc.options import Option
 from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
+from extproc.policies.names import AssignmentMode, LoadMetric
+from extproc.policies.tuning import Tuning
 from extproc.settings import (
     GrpcTransport,
     KvMissing,
     Mode,
     MooncakeDispatch,
     OnPrefillFailure,
-    Option,
     PairingMode,
     PolicyName,
     Settings,
@@ -74,6 +76,8 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.disable_retries is False
     assert (settings.load_monitor_interval, settings.disable_load_monitoring) == (10, False)
     assert settings.shutdown_grace_period_secs == 180
+    assert settings.encode_policy is PolicyName.CONSISTENT_HASHING
+    assert Tuning.of(settings) == Tuning()
     assert settings.log_level is LogLevel.INFO
     assert settings.api_key is None
 
@@ -153,6 +157,22 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "policy": ("random", "random", PolicyName.RANDOM),
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
     "decode_policy": ("random", "random", PolicyName.RANDOM),
+    "encode_policy": ("random", "random", PolicyName.RANDOM),
+    "routing_key_override": ("true", "true", True),
+    "routing_key_headers": ("X-Session, x-other", "[X-Session, x-other]", ("x-session", "x-other")),
+    "max_idle_secs": ("7", "7", 7),
+    "assignment_mode": ("min_group", "min_group", AssignmentMode.MIN_GROUP),
+    "power_of_two_load_metric": ("requests", "requests", LoadMetric.REQUESTS),
+    "least_load_kv_pressure_weight": ("0", "0", 0),
+    "least_load_default_throughput": ("7", "7", 7),
+    "least_load_mean_prefill_tokens": ("7", "7", 7),
+    "least_load_max_waiting_requests": ("7", "7", 7),
+    "prefix_token_count": ("7", "7", 7),
+    "prefix_hash_load_factor": ("1", "1", 1),
+    "prefix_hash_balance_abs_threshold": ("0", "0", 0),
+    "bucket_adjust_interval_secs": ("7", "7", 7),
+    "balance_abs_threshold": ("0", "0", 0),
+    "balance_rel_threshold": ("7", "7", 7),
     "host": ("::1", "'::1'", "::1"),
     "port": ("81", "81", 81),
     "api_key": ("secret", "secret", "secret"),
@@ -216,7 +236,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 
 
 # A rule between fields is about it: it has a test of its own.
-APART = {"prefill_kv_engine_id"}
+APART = {"prefill_kv_engine_id", "dp_minimum_tokens_scheduler"}
 
 
 @pytest.mark.parametrize("field", [field for field in Settings.model_fields if field not in APART])
@@ -356,6 +376,42 @@ def test_role_policies_follow_the_common_one_unless_named() -> None:
     assert settings.decode_policy is PolicyName.ROUND_ROBIN
 
 
+def test_bucket_is_for_prefill_workers() -> None:
+    refused = ["Decode policy should not be allowed to be bucket: give --decode-policy another"]
+    assert problems({"decode_policy": "bucket"}) == refused
+    assert problems({"policy": "bucket"}) == refused  # the peer lets it pass, and its decodes are chosen at random
+    assert load({"policy": "bucket", "decode_policy": "random"}).prefill_policy is PolicyName.BUCKET
+    assert load({"prefill_policy": "bucket"}).decode_policy is PolicyName.ROUND_ROBIN
+
+
+def test_ranks_can_be_chosen_among_only_where_they_are_workers() -> None:
+    assert problems({"dp_minimum_tokens_scheduler": True}) == [
+        "--dp-minimum-tokens-scheduler needs --dp-aware: it chooses among ranks"
+    ]
+    assert load({"dp_minimum_tokens_scheduler": True, "dp_aware": True}).dp_minimum_tokens_scheduler
+
+
+ALIASES = {
+    "sticky_sessions": "routing_key_override",
+    "sticky_key_idle_secs": "max_idle_secs",
+    "spill_abs_threshold": "balance_abs_threshold",
+    "spill_rel_threshold": "balance_rel_threshold",
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_other_names_of_a_field(yaml_file: Path, alias: str) -> None:
+    field = ALIASES[alias]
+    text, yaml_text, expected = SAMPLES[field]
+    assert getattr(load(environ={f"PD_EXTPROC_{alias.upper()}": text}), field) == expected
+    yaml_file.write_text(f"{alias}: {yaml_text}\n")
+    assert getattr(load(config=str(yaml_file)), field) == expected
+    yaml_file.write_text(f"{alias}: {yaml_text}\n{field}: {yaml_text}\n")
+    assert problems(config=str(yaml_file)) == [f"{yaml_file}: {field}: given twice"]
+    (complaint,) = problems(environ={f"PD_EXTPROC_{name.upper()}": text for name in (alias, field)})
+    assert complaint.endswith("are the same: give one")
+
+
 def test_empty_worker_lists_are_allowed() -> None:
     settings = load({"pd_disaggregation": True})
     assert settings.mode is Mode.PREFILL_DECODE
@@ -445,7 +501,19 @@ WRONG: list[tuple[str, str, str]] = [
     ("log_level", "trace", "Input should be 'debug', 'info', 'warn' or 'error' (got 'trace')"),
     ("log_json", "perhaps", "Input should be a valid boolean, unable to interpret input (got 'perhaps')"),
     ("grpc_transport", "h3", "Input should be 'ngh2' or 'grpcio' (got 'h3')"),
-    ("policy", "best", "Input should be 'random' or 'round_robin' (got 'best')"),
+    (
+        "policy",
+        "best",
+        (
+            "Input should be 'random', 'round_robin', 'passthrough', 'power_of_two', 'least_load', "
+            "'consistent_hashing', 'prefix_hash', 'manual' or 'bucket' (got 'best')"
+        ),
+    ),
+    ("encode_policy", "manual", "Encode policy supports random, round_robin, or consistent_hashing (got 'manual')"),
+    ("prefix_hash_load_factor", "0.9", "Must be >= 1 (got '0.9')"),
+    ("least_load_max_waiting_requests", "-1", "Must be >= 0 (got '-1')"),
+    ("least_load_kv_pressure_weight", "-1", "Must be >= 0 (got '-1')"),
+    ("assignment_mode", "any", "Input should be 'random', 'min_load', 'min_group' or 'delegate' (got 'any')"),
     ("envoy_path", "", "Must not be empty (got '')"),
     ("extproc_address", "unix:x.sock", "A unix socket's path must be absolute: unix:/path (got 'unix:x.sock')"),
     ("extproc_address", "::1:81", "'::1:81': expected unix:/path or host:port, an IPv6 host in brackets"),
@@ -482,8 +550,9 @@ def test_an_empty_url_is_named() -> None:
 @pytest.mark.parametrize("field", ["policy", "prefill_policy", "decode_policy"])
 def test_the_peers_other_policies_are_refused_by_name(field: str, policy: str) -> None:
     flag = f"--{field.replace('_', '-')}"
+    names = ", ".join(name.value for name in PolicyName)
     assert problems({field: policy}) == [
-        f"{flag}: policy {policy} is not available yet; there are: random, round_robin (got {policy!r})"
+        f"{flag}: policy {policy} is not available yet; there are: {names} (got {policy!r})"
     ]
 
 
@@ -544,7 +613,7 @@ def test_an_alias_may_be_given_twice_alike() -> None:
     assert dict(load({"model_alias": ["a=m", "a=m"]}).model_alias) == {"a": "m"}
 
 
-@pytest.mark.parametrize("option", ["dp-minimum-tokens-scheduler", "service-discovery", "queue-size"])
+@pytest.mark.parametrize("option", ["cache-ttl-secs", "service-discovery", "queue-size"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"

@@ -78,6 +78,7 @@ class Session:
         "call",
         "deadline",
         "gateway",
+        "notes",
         "record",
     )
 
@@ -93,6 +94,7 @@ class Session:
         self._answered = False
         self._bodyless = False  # the request ended with its head
         self._named = False  # by the client, or something has its name already
+        self.notes: dict[object, object] = {}  # what placement has worked out of the request
         self._late: LateReply | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
 
@@ -207,6 +209,8 @@ class Session:
         self.record.ended = self.gateway.clock.now()
         self._parts.clear()
         self._course = None  # it refers back to us: without the cycle both are freed at once, not by the collector
+        if self.notes:
+            self.gateway.placer.over(self.notes)
         self.gateway.leave(self)
         if self._head is not None or self._answered:  # else the client left before anything is known of its request
             self.gateway.observer.finished(self.record)
@@ -285,6 +289,7 @@ class Session:
         if api.flow is Flow.KEEPER:
             return self._about_stored(head, raw)
         request = InferenceRequest.read(api, raw, head.fields)
+        self.notes = request.notes
         model = self.gateway.config.model_aliases.get(request.model or "")
         if model is not None:
             request = request.renamed(model)

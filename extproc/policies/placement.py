@@ -67,6 +67,7 @@ class Placer:
         self._prefill = prefill
         self._decode = decode
         self._fail_over = FailOver(CANDIDATES)
+        self._holders = [policy for policy in (prefill, decode) if policy.holds]
 
     def pair(self, request: RequestView, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
         """A prefill worker and decode workers that it may hand a KV cache to.
@@ -149,6 +150,11 @@ class Placer:
         policy = self._decode if worker.role is Role.DECODE else self._prefill
         if policy.learns:
             policy.learn(request, worker)
+
+    def over(self, notes: dict[object, object]) -> None:
+        """The request with these notes (RequestView) is over."""
+        for policy in self._holders:
+            policy.over(notes)
 
     def forget(self, worker: Worker) -> None:
         """``worker`` is gone, or may be another process: what it had is lost."""

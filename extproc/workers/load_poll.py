@@ -229,6 +229,7 @@ def _tell(target: _Target, worker: Worker) -> None:
     at, found = target.said or (0.0, ())
     load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
     worker.engine_load = load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank)
+    worker.load_then, worker.tokens_then = worker.load, worker.tokens
 
 
 def _expire(target: _Target) -> None:

@@ -152,6 +152,8 @@ class Worker:
     # under way to it, those of other sidecars behind the same Envoy among them. None: not known, or not any more.
     engine_load: EngineLoad | None = field(default=None, init=False, repr=False)
     envoy_active: int | None = field(default=None, init=False)
+    load_then: int = field(default=0, init=False)  # ``load`` and ``tokens`` when ``engine_load`` was said
+    tokens_then: int = field(default=0, init=False)
     answers: int = 0  # that legs had of it, whatever they say: whether it still gives any
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
