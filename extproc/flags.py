@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from extproc.peer_options import ALIASES, NOT_AVAILABLE_YET, not_available
-from extproc.settings import Group, Option, Settings
+from extproc.options import Group, Option
+from extproc.peer_options import NOT_AVAILABLE_YET, not_available
+from extproc.settings import Settings
 from extproc.sources import SettingsError, flag_of, load_settings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 # With these, every option of the longest name and text still fits on one line; a test holds it so.
-_WIDTH = 120
-_HELP_COLUMN = 40
+_WIDTH = 128
+_HELP_COLUMN = 48
 
 _EPILOG = """\
 other ways to set an option:
@@ -44,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         option = next(item for item in field.metadata if isinstance(item, Option))
         _add_setting(groups[option.group], name, field, option)
-    for alias, name in ALIASES.items():
-        dest = name.replace("-", "_")
-        parser.add_argument(f"--{alias}", dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in sorted(NOT_AVAILABLE_YET):
         parser.add_argument(f"--{name}", action=_NotAvailable, help=argparse.SUPPRESS)
 
@@ -75,16 +73,17 @@ def split_prefill(argv: Sequence[str]) -> list[str]:
 def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo, option: Option) -> None:
     text = f"{option.help} [default: {_shown_default(field, option)}]"
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text, "metavar": option.metavar}
+    flags = [flag_of(own) for own in (name, *option.aliases)]
     if field.annotation is bool:
-        group.add_argument(flag_of(name), _opposite(flag_of(name)), action=_Switch, **common)
+        group.add_argument(*flags, *map(_opposite, flags), action=_Switch, **common)
     elif name == "prefill":
-        group.add_argument(flag_of(name), action=_Prefill, nargs="+", **common)
+        group.add_argument(*flags, action=_Prefill, nargs="+", **common)
     elif name in ("decode", "prefill_kv_engine_id", "model_alias", "control_plane_api_keys", "tenant_max_priority"):
-        group.add_argument(flag_of(name), action="append", **common)
-    elif name == "request_id_headers":
-        group.add_argument(flag_of(name), nargs="+", **common)
+        group.add_argument(*flags, action="append", **common)
+    elif name in ("request_id_headers", "routing_key_headers"):
+        group.add_argument(*flags, nargs="+", **common)
     else:
-        group.add_argument(flag_of(name), **common)
+        group.add_argument(*flags, **common)
 
 
 def _shown_default(field: FieldInfo, option: Option) -> str:
@@ -103,7 +102,7 @@ def _opposite(flag: str) -> str:
 
 
 class _Switch(argparse.Action):
-    """``--x`` and ``--no-x``, the former first in ``option_strings``."""
+    """``--x`` and ``--no-x``, those that turn it on in the first half of ``option_strings``."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)
@@ -115,7 +114,8 @@ class _Switch(argparse.Action):
         values: object,  # noqa: ARG002 - argparse's signature
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, option_string == self.option_strings[0])
+        turn_on = self.option_strings[: len(self.option_strings) // 2]
+        setattr(namespace, self.dest, option_string in turn_on)
 
 
 class _Prefill(argparse.Action):
@@ -168,4 +168,6 @@ class _OneLineFormatter(argparse.RawDescriptionHelpFormatter):
             return flag if flag.startswith("--no-") else f"--[no-]{flag.removeprefix('--')}"
         if isinstance(action, _Prefill):
             return "--prefill URL [PORT|none]"
+        if len(action.option_strings) > 1 and action.nargs is None:  # of several names the first is enough
+            return f"{action.option_strings[0]} {action.metavar}"
         return super()._format_action_invocation(action)

@@ -8,35 +8,21 @@ from __future__ import annotations
 
 # smg 1.13.0; names without the leading dashes, aliases included.
 _OPTIONS = """
-assignment-mode backend bucket-adjust-interval-secs
-chat-template
-decode-selector
-disable-tokenizer-autoload discovery-check-interval-secs discovery-file discovery-provider
-dp-minimum-tokens-scheduler enable-igw enable-trace encode encode-policy encode-selector epd-disaggregation
-header-read-timeout-secs health-check-port idle-connection-timeout-secs
-job-queue-capacity job-queue-concurrency kv-connector-annotation kv-engine-id-annotation kv-index
-least-load-default-throughput least-load-kv-pressure-weight least-load-max-waiting-requests
-least-load-mean-prefill-tokens log-dir max-background-responses max-buffered-request-bytes
-max-idle-secs mcp-config-path mm-allow-private-media-hosts
-mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing model
-model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint
-parser power-of-two-load-metric prefill-selector
-prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count
-prometheus-duration-buckets reasoning-parser
-remove-unhealthy-workers router-selector routing-key-headers routing-key-override
-selection-accounting-ttl-ms selector service-discovery service-discovery-namespace
-service-discovery-port sse-keepalive-secs sticky-sessions stream-body-stall-timeout-secs
+backend chat-template decode-selector disable-tokenizer-autoload discovery-check-interval-secs discovery-file
+discovery-provider enable-igw enable-trace encode encode-selector epd-disaggregation header-read-timeout-secs
+health-check-port idle-connection-timeout-secs job-queue-capacity job-queue-concurrency kv-connector-annotation
+kv-engine-id-annotation kv-index log-dir max-background-responses max-buffered-request-bytes mcp-config-path
+mm-allow-private-media-hosts mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing
+model model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint parser prefill-selector
+prometheus-duration-buckets reasoning-parser remove-unhealthy-workers router-selector selection-accounting-ttl-ms
+selector service-discovery service-discovery-namespace service-discovery-port sse-keepalive-secs
+stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-stale-secs
 worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
-_POLICIES = "bucket consistent_hashing least_load manual passthrough power_of_two prefix_hash"
-
-# Other names of the peer's for an option, and what it is called here.
-ALIASES = {"cache-match-threshold": "cache-threshold", "eviction-interval": "eviction-interval-secs"}
 
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())
-POLICIES_NOT_AVAILABLE_YET = frozenset(_POLICIES.split())
 
 
 def not_available(shown_name: str) -> str:

@@ -40,14 +40,12 @@ from extproc.handoff.table import Handoffs
 from extproc.lone_decodes import LoneDecodeWarnings
 from extproc.observe import Observers, RequestLog, RequestMetrics
 from extproc.openness import warn_of_openness
-from extproc.policies.cache_aware import CacheAwarePolicy, CachedPrefixes
 from extproc.policies.cache_options import CacheAwareSettings
 from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.placement import Placer
-from extproc.policies.policy import Policy
-from extproc.policies.random_choice import RandomPolicy
-from extproc.policies.round_robin import RoundRobinPolicy
-from extproc.settings import GrpcTransport, MooncakeDispatch, PolicyName, Settings
+from extproc.policies.table import policy_of
+from extproc.policies.tuning import Tuning
+from extproc.settings import GrpcTransport, MooncakeDispatch, Settings
 from extproc.transport.access_logs import AccessLogs
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
@@ -72,13 +70,6 @@ if TYPE_CHECKING:
     from extproc.workers.kv_event_feed import KvEventFeed
 
 _log: Final = logging.getLogger(__name__)
-_POLICIES: Final[dict[PolicyName, Callable[[Settings, Role, CachedPrefixes | None], Policy]]] = {
-    PolicyName.RANDOM: lambda _settings, _role, _exact: RandomPolicy(),
-    PolicyName.ROUND_ROBIN: lambda _settings, _role, _exact: RoundRobinPolicy(),
-    PolicyName.CACHE_AWARE: lambda settings, role, exact: CacheAwarePolicy(
-        CacheAwareSettings.of(settings), time.monotonic, role, exact
-    ),
-}
 _LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _GONE: Final = (Status.NOT_READY, Status.FAILED)
 _TICK_SECONDS: Final = 1.0
@@ -145,11 +136,7 @@ class Service:
         self.prefixes = _event_prefixes(settings, self._cache_emptied)
         self.gateway = Gateway(
             _gateway_config(settings),
-            Placer(
-                self.registry,
-                _POLICIES[settings.prefill_policy](settings, Role.PREFILL, self.prefixes),
-                _POLICIES[settings.decode_policy](settings, Role.DECODE, self.prefixes),
-            ),
+            self._placer(),
             Handoffs(mooncake_in_turn=settings.mooncake_dispatch is MooncakeDispatch.SEQUENTIAL),
             self._egress,
             LoopClock(),
@@ -167,6 +154,15 @@ class Service:
         self.registry.subscribe(self._on_change)
         if self.gateway.conditional is not None:
             LoneDecodeWarnings(self.registry, self.gateway.handoffs, _conditions(settings))
+
+    def _placer(self) -> Placer:
+        settings = self._settings
+        tuning, cache = Tuning.of(settings), CacheAwareSettings.of(settings)
+        prefill, decode = (
+            policy_of(name, tuning, time.monotonic, role, cache, self.prefixes)
+            for name, role in ((settings.prefill_policy, Role.PREFILL), (settings.decode_policy, Role.DECODE))
+        )
+        return Placer(self.registry, prefill, decode)
 
     @property
     def metrics_port(self) -> int:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from extproc.control.keys import API_KEY_ID, of_api_key
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
@@ -24,14 +22,16 @@ from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
+from extproc.options import Group, Option, from_settings_before
 from extproc.policies.cache_options import CacheIndex
+from extproc.policies.names import PolicyName
+from extproc.policy_settings import PolicySettings
 from extproc.tenant_classes import TenantClasses
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     EVENTS_AUTO,
     EVENTS_OFF,
     AddressText,
-    Boundaries,
     Connector,
     ControlKeys,
     Count,
@@ -50,8 +50,6 @@ from extproc.values import (
     LimitOrNone,
     Mode,
     MooncakeDispatch,
-    Policy,
-    PolicyName,
     Port,
     Portion,
     PriorityName,
@@ -82,32 +80,6 @@ __all__ = [
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-class Group(Enum):
-    """The headings of ``pd-extproc launch --help``, in order."""
-
-    WORKERS = "Workers"
-    POLICIES = "Choice of workers"
-    CLIENTS = "Clients"
-    HEALTH = "Health of workers"
-    LOAD = "Load of workers"
-    ADMISSION = "Admission"
-    FAILURES = "Failures"
-    LIFECYCLE = "Shutdown"
-    ENVOY = "Envoy"
-    ADDRESSES = "Between Envoy and the sidecar (unix:/path or host:port)"
-    OBSERVABILITY = "Observability"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How a field looks in ``--help``. ``default``: words for a default that is computed."""
-
-    group: Group
-    help: str
-    metavar: str | None = None
-    default: str | None = None
-
-
 def usable_cores() -> int:
     """How many cores this process may keep busy: its affinity mask, less a container's CPU quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0))
@@ -128,11 +100,6 @@ def _run_dir(data: dict[str, Any]) -> Path:
     return Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
 
 
-def _from_settings_before(default: Callable[[dict[str, Any]], object]) -> Any:
-    """A default computed from the fields declared further up, which are valid by then."""
-    return Field(default_factory=default, validate_default=True)
-
-
 def _beside_extproc(name: str, offset: int) -> Any:
     """A socket in the run directory; where ext_proc is on a TCP port, that port plus ``offset``."""
 
@@ -142,13 +109,11 @@ def _beside_extproc(name: str, offset: int) -> Any:
             return str(replace(extproc, port=extproc.port + offset))
         return f"unix:{data['run_dir']}/{name}.sock"
 
-    return _from_settings_before(default)
+    return from_settings_before(default)
 
 
-class Settings(BaseModel):
+class Settings(PolicySettings):
     """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     # fmt: off
     pd_disaggregation: Annotated[bool, Option(
@@ -174,42 +139,6 @@ class Settings(BaseModel):
 
     pd_pairing_mode: Annotated[PairingMode, Option(
         Group.POLICIES, "what is unknown fits all (lenient), none (strict); off", "NAME")] = PairingMode.LENIENT
-    policy: Annotated[Policy, Option(
-        Group.POLICIES, "cache_aware, round_robin or random, for both roles", "NAME")
-    ] = PolicyName.CACHE_AWARE
-    prefill_policy: Annotated[Policy, Option(
-        Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
-    ] = _from_settings_before(lambda data: data["policy"])
-    decode_policy: Annotated[Policy, Option(
-        Group.POLICIES, "policy for decode workers", "NAME", "as --policy")
-    ] = _from_settings_before(lambda data: data["policy"])
-    cache_threshold: Annotated[Share, Option(
-        Group.POLICIES, "cache_aware: who holds less of a prompt, holds nothing", "SHARE")] = 0.0
-    balance_abs_threshold: Annotated[Tally, Option(
-        Group.POLICIES, "cache_aware: not who has so many requests over the mean", "COUNT")] = 64
-    balance_rel_threshold: Annotated[Growth, Option(
-        Group.POLICIES, "cache_aware: and so many times the mean", "FACTOR")] = 1.5
-    balance_token_usage_threshold: Annotated[Share, Option(
-        Group.POLICIES, "cache_aware: only load counts if KV usage differs so much", "GAP")] = 1.0
-    overload_token_usage_threshold: Annotated[Share, Option(
-        Group.POLICIES, "cache_aware: only load counts if one KV cache is so full", "MAX")] = 1.0
-    overlap_decay: Annotated[Grace, Option(
-        Group.POLICIES, "cache_aware: what is held counts 1 / (1 + this * load)", "FACTOR")] = 0.0
-    selection_temperature: Annotated[Grace, Option(
-        Group.POLICIES, "cache_aware: 0: the best; more: others, too, by chance", "FACTOR")] = 0.0
-    max_tree_size: Annotated[Count, Option(
-        Group.POLICIES, "cache_aware: memory for what workers hold, per role", "BYTES")] = 67108864
-    block_size: Annotated[Count, Option(
-        Group.POLICIES, "cache_aware: prompts are told apart by 4 such blocks", "TOKENS")] = 16
-    cache_boundaries: Annotated[Boundaries, Option(
-        Group.POLICIES, "cache_aware: only at these places instead", "TOKENS", "none")] = ()
-    cache_index: Annotated[CacheIndex, Option(
-        Group.POLICIES, "cache_aware: tree; hash: known for a time, of three workers", "NAME")] = CacheIndex.TREE
-    cache_ttl_secs: Annotated[Duration, Option(
-        Group.POLICIES, "cache_aware: that time", "SECONDS")] = 180
-    eviction_interval_secs: Annotated[Duration, Option(
-        Group.POLICIES, "cache_aware: time between two looks at what is lost by age", "SECONDS")] = 60
-
     pd_min_prompt_tokens: Annotated[Tally, Option(
         Group.POLICIES, "shorter prompts: on the decode worker alone; 0: none", "COUNT")] = 0
     pd_min_uncached_tokens: Annotated[Tally, Option(
@@ -288,7 +217,7 @@ class Settings(BaseModel):
         Group.LOAD, "so full is its KV cache: the same; above 0, up to 1", "SHARE", "0.8")] = None
     worker_overload_protection: Annotated[bool, Option(
         Group.LOAD, "spare overloaded workers", default="on with one of the two before")
-    ] = _from_settings_before(lambda data: not (
+    ] = from_settings_before(lambda data: not (
         data["worker_overload_waiting_requests"] is data["worker_overload_token_usage"] is None))
     worker_overload_shed: Annotated[bool, Option(
         Group.LOAD, "all are overloaded: 503, not the least loaded")] = False
@@ -339,7 +268,7 @@ class Settings(BaseModel):
 
     worker_drain_timeout_secs: Annotated[Duration, Option(
         Group.LIFECYCLE, "longest wait for a removed worker", "SECONDS", "as --request-timeout-secs")
-    ] = _from_settings_before(lambda data: data["request_timeout_secs"])
+    ] = from_settings_before(lambda data: data["request_timeout_secs"])
     drain_settle_secs: Annotated[Grace, Option(
         Group.LIFECYCLE, "time between 'not ready' and closing to new requests", "SECONDS")] = 5
     shutdown_grace_period_secs: Annotated[Grace, Option(
@@ -362,10 +291,10 @@ class Settings(BaseModel):
 
     run_dir: Annotated[File, Option(
         Group.ADDRESSES, "for sockets", "DIR", "pd-extproc-PORT in /run, $XDG_RUNTIME_DIR or /tmp")
-    ] = _from_settings_before(_run_dir)
+    ] = from_settings_before(_run_dir)
     extproc_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "ext_proc service", "ADDRESS", "extproc.sock in --run-dir")
-    ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/extproc.sock")
+    ] = from_settings_before(lambda data: f"unix:{data['run_dir']}/extproc.sock")
     ads_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "endpoint discovery (ADS)", "ADDRESS", "ads.sock, or ext_proc's port + 1")
     ] = _beside_extproc("ads", 1)
@@ -375,7 +304,7 @@ class Settings(BaseModel):
     # A unix socket always: whoever can connect to it can send to every worker.
     egress_address: Annotated[UnixAddressText, Option(
         Group.ADDRESSES, "unix socket that Envoy takes our requests on", "ADDRESS", "egress.sock in --run-dir")
-    ] = _from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
+    ] = from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
     grpc_transport: Annotated[GrpcTransport, Option(
         Group.ADDRESSES, "server of ext_proc: ngh2 or grpcio", "NAME")] = GrpcTransport.NGH2
 
@@ -417,6 +346,12 @@ class Settings(BaseModel):
             raise ValueError("--control-plane-api-keys: each must have a key of its own, which is not --api-key either")
         if self.control_plane_open and (ids or self.api_key is not None):
             raise ValueError("--control-plane-open is for a gateway without keys; --api-key and the like close it")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_to_choose_from(self) -> Settings:
+        if self.dp_minimum_tokens_scheduler and not self.dp_aware:
+            raise ValueError("--dp-minimum-tokens-scheduler needs --dp-aware: it chooses among ranks")
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from extproc.control.keys import ControlKey
 from extproc.given_workers import items
-from extproc.peer_options import POLICIES_NOT_AVAILABLE_YET
+from extproc.policies.names import PolicyName
 from extproc.transport.address import TcpAddress, UnixAddress, parse_address
 from extproc.workers.kv_config import KvConfig, kv_config
 from extproc.workers.kv_event_source import Endpoint
@@ -31,14 +31,6 @@ class Mode(Enum):
 
     REGULAR = "regular"
     PREFILL_DECODE = "prefill_decode"
-
-
-class PolicyName(Enum):
-    """How one worker is chosen among those that can serve a request."""
-
-    RANDOM = "random"
-    ROUND_ROBIN = "round_robin"
-    CACHE_AWARE = "cache_aware"
 
 
 class PriorityName(Enum):
@@ -76,11 +68,10 @@ def _listening_port(port: int) -> int:
     return port
 
 
-def _policy(value: object) -> object:
-    if value in POLICIES_NOT_AVAILABLE_YET:
-        choices = ", ".join(policy.value for policy in PolicyName)
-        raise ValueError(f"policy {value} is not available yet; there are: {choices}")
-    return value
+def _encode_policy(policy: PolicyName) -> PolicyName:
+    if policy not in (PolicyName.RANDOM, PolicyName.ROUND_ROBIN, PolicyName.CONSISTENT_HASHING):
+        raise ValueError("Encode policy supports random, round_robin, or consistent_hashing")
+    return policy
 
 
 def _header_names(value: object) -> object:
@@ -258,8 +249,9 @@ AddressText = Annotated[str, AfterValidator(_address)]
 TcpAddressText = Annotated[str, AfterValidator(_tcp_address)]
 UnixAddressText = Annotated[str, AfterValidator(_unix_address)]
 UrlPath = Annotated[str, AfterValidator(_path_of_url)]
-Policy = Annotated[PolicyName, BeforeValidator(_policy)]
+EncodePolicy = Annotated[PolicyName, AfterValidator(_encode_policy)]
 HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]
+Weight = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_negative)]
 Growth = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_growing)]
 Boundaries = Annotated[tuple[int, ...], BeforeValidator(_boundaries), AfterValidator(_rising)]  # tokens
 Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]

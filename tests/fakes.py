@@ -76,12 +76,16 @@ class Asked:
     context: bytes = b""
     tokens: int = 8
     notes: dict = field(default_factory=dict)
+    rid: str = ""
 
     def prompt_tokens(self) -> int:
         return self.tokens
 
-    def prompt_bytes(self) -> bytes:
-        return self.prompt
+    def prompt_bytes(self, most=None) -> bytes:
+        return self.prompt[:most]
+
+    def own_id(self) -> str:
+        return self.rid
 
     def prompt_context(self) -> bytes:
         return self.context

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from extproc.policies.cache_aware import MOST_LOOKED_AT, CacheAwarePolicy
 from extproc.policies.cache_options import CacheAwareSettings, CacheIndex
+from extproc.policies.names import PolicyName
 from extproc.policies.placement import Placer
+from extproc.policies.table import policy_of
+from extproc.policies.tuning import Tuning
 from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.worker import Role
 
@@ -388,3 +391,28 @@ def test_a_request_that_was_only_placed_is_not_held():
     rig = Rig(role=Role.DECODE)
     asked, (chosen,) = rig.rank(text(8000))
     assert rig.policy.held(asked, chosen) == 0
+
+
+# -- laid over, and let go ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over", [{}, {"routing_key_override": True}, {"dp_minimum_tokens_scheduler": True}])
+def test_what_is_laid_over_it_asks_it_and_tells_it(over):
+    clock, workers = Clock(), tuple(worker(Role.DECODE, port) for port in (1, 2))
+    policy = policy_of(PolicyName.CACHE_AWARE, Tuning(**over), clock, Role.DECODE)
+    asked = Asked(prompt=text(3000), tokens=750, fields={"x-smg-routing-key": b"a"})
+    chosen = policy.rank(workers, 1, asked)[0]
+    policy.learn(asked, chosen)
+    assert policy.held(Asked(prompt=text(3000)), chosen) == 750
+    policy.forget(chosen)
+    assert policy.held(Asked(prompt=text(3000)), chosen) == 0
+
+
+def test_a_request_that_is_over_is_not_on_its_way_any_more():
+    rig = Rig(count=2)
+    placer = Placer(FakeFleet(*rig.workers), rig.policy, rig.policy)
+    asked, _ = rig.sent(text(40_000))
+    assert rig.policy in asked.notes
+    placer.over(asked.notes)
+    assert rig.policy not in asked.notes
+    assert not any(cache.pending for cache in rig.policy._index.caches.values())

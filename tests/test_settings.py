@@ -17,7 +17,10 @@ from extproc.control.keys import ControlKey
 from extproc.flags import add_arguments, read_settings
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAlias
-from extproc.peer_options import NOT_AVAILABLE_YET, POLICIES_NOT_AVAILABLE_YET
+from extproc.options import Option
+from extproc.peer_options import NOT_AVAILABLE_YET
+from extproc.policies.names import AssignmentMode, LoadMetric
+from extproc.policies.tuning import Tuning
 from extproc.settings import (
     CacheIndex,
     GrpcTransport,
@@ -25,7 +28,6 @@ from extproc.settings import (
     Mode,
     MooncakeDispatch,
     OnPrefillFailure,
-    Option,
     PairingMode,
     PolicyName,
     PriorityName,
@@ -87,6 +89,8 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.disable_retries is False
     assert (settings.load_monitor_interval, settings.disable_load_monitoring) == (10, False)
     assert settings.shutdown_grace_period_secs == 180
+    assert settings.encode_policy is PolicyName.CONSISTENT_HASHING
+    assert Tuning.of(settings) == Tuning()
     assert settings.log_level is LogLevel.INFO
     assert settings.api_key is None
 
@@ -172,8 +176,6 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "prefill_policy": ("random", "random", PolicyName.RANDOM),
     "decode_policy": ("random", "random", PolicyName.RANDOM),
     "cache_threshold": ("0.5", "0.5", 0.5),
-    "balance_abs_threshold": ("7", "7", 7),
-    "balance_rel_threshold": ("7", "7", 7.0),
     "balance_token_usage_threshold": ("0.5", "0.5", 0.5),
     "overload_token_usage_threshold": ("0.5", "0.5", 0.5),
     "overlap_decay": ("0.5", "0.5", 0.5),
@@ -184,6 +186,22 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "cache_index": ("hash", "hash", CacheIndex.HASH),
     "cache_ttl_secs": ("7", "7", 7),
     "eviction_interval_secs": ("7", "7", 7),
+    "encode_policy": ("random", "random", PolicyName.RANDOM),
+    "routing_key_override": ("true", "true", True),
+    "routing_key_headers": ("X-Session, x-other", "[X-Session, x-other]", ("x-session", "x-other")),
+    "max_idle_secs": ("7", "7", 7),
+    "assignment_mode": ("min_group", "min_group", AssignmentMode.MIN_GROUP),
+    "power_of_two_load_metric": ("requests", "requests", LoadMetric.REQUESTS),
+    "least_load_kv_pressure_weight": ("0", "0", 0),
+    "least_load_default_throughput": ("7", "7", 7),
+    "least_load_mean_prefill_tokens": ("7", "7", 7),
+    "least_load_max_waiting_requests": ("7", "7", 7),
+    "prefix_token_count": ("7", "7", 7),
+    "prefix_hash_load_factor": ("1", "1", 1),
+    "prefix_hash_balance_abs_threshold": ("0", "0", 0),
+    "bucket_adjust_interval_secs": ("7", "7", 7),
+    "balance_abs_threshold": ("0", "0", 0),
+    "balance_rel_threshold": ("7", "7", 7),
     "host": ("::1", "'::1'", "::1"),
     "port": ("81", "81", 81),
     "api_key": ("secret", "secret", "secret"),
@@ -265,7 +283,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 # A rule between fields is about it: it has a test of its own.
 APART = {
     *("prefill_kv_engine_id", "prefill_max_inflight_requests_per_worker", "prefill_queue_size"),
-    *("prefill_queue_timeout_secs", "kv_event_replay"),
+    *("prefill_queue_timeout_secs", "kv_event_replay", "dp_minimum_tokens_scheduler"),
 }
 
 
@@ -461,6 +479,48 @@ def test_classes_of_tenants() -> None:
     assert found == Tenants({"ops": Priority.SYSTEM}, Priority.BULK)
 
 
+def test_bucket_is_for_prefill_workers() -> None:
+    refused = ["Decode policy should not be allowed to be bucket: give --decode-policy another"]
+    assert problems({"decode_policy": "bucket"}) == refused
+    assert problems({"policy": "bucket"}) == refused  # the peer lets it pass, and its decodes are chosen at random
+    assert load({"policy": "bucket", "decode_policy": "random"}).prefill_policy is PolicyName.BUCKET
+    assert load({"prefill_policy": "bucket"}).decode_policy is PolicyName.CACHE_AWARE
+
+
+def test_ranks_can_be_chosen_among_only_where_they_are_workers() -> None:
+    assert problems({"dp_minimum_tokens_scheduler": True}) == [
+        "--dp-minimum-tokens-scheduler needs --dp-aware: it chooses among ranks"
+    ]
+    assert load({"dp_minimum_tokens_scheduler": True, "dp_aware": True}).dp_minimum_tokens_scheduler
+
+
+ALIASES = {
+    "sticky_sessions": "routing_key_override",
+    "sticky_key_idle_secs": "max_idle_secs",
+    "spill_abs_threshold": "balance_abs_threshold",
+    "spill_rel_threshold": "balance_rel_threshold",
+    "cache_match_threshold": "cache_threshold",
+    "eviction_interval": "eviction_interval_secs",
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_other_names_of_a_field(yaml_file: Path, alias: str) -> None:
+    field = ALIASES[alias]
+    text, yaml_text, expected = SAMPLES[field]
+    assert getattr(load(environ={f"PD_EXTPROC_{alias.upper()}": text}), field) == expected
+    yaml_file.write_text(f"{alias}: {yaml_text}\n")
+    assert getattr(load(config=str(yaml_file)), field) == expected
+    yaml_file.write_text(f"{alias}: {yaml_text}\n{field}: {yaml_text}\n")
+    assert problems(config=str(yaml_file)) == [f"{yaml_file}: {field}: given twice"]
+    (complaint,) = problems(environ={f"PD_EXTPROC_{name.upper()}": text for name in (alias, field)})
+    assert complaint.endswith("are the same: give one")
+    if field != "routing_key_override":  # a switch takes no value
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        assert getattr(read_settings(parser.parse_args([f"--{alias.replace('_', '-')}", text])), field) == expected
+
+
 def test_empty_worker_lists_are_allowed() -> None:
     settings = load({"pd_disaggregation": True})
     assert settings.mode is Mode.PREFILL_DECODE
@@ -564,7 +624,19 @@ WRONG: list[tuple[str, str, str]] = [
     ("log_level", "trace", "Input should be 'debug', 'info', 'warn' or 'error' (got 'trace')"),
     ("log_json", "perhaps", "Input should be a valid boolean, unable to interpret input (got 'perhaps')"),
     ("grpc_transport", "h3", "Input should be 'ngh2' or 'grpcio' (got 'h3')"),
-    ("policy", "best", "Input should be 'random', 'round_robin' or 'cache_aware' (got 'best')"),
+    (
+        "policy",
+        "best",
+        (
+            "Input should be 'random', 'round_robin', 'cache_aware', 'passthrough', 'power_of_two', 'least_load', "
+            "'consistent_hashing', 'prefix_hash', 'manual' or 'bucket' (got 'best')"
+        ),
+    ),
+    ("encode_policy", "manual", "Encode policy supports random, round_robin, or consistent_hashing (got 'manual')"),
+    ("prefix_hash_load_factor", "0.9", "Must be >= 1 (got '0.9')"),
+    ("least_load_max_waiting_requests", "-1", "Must be >= 0 (got '-1')"),
+    ("least_load_kv_pressure_weight", "-1", "Must be >= 0 (got '-1')"),
+    ("assignment_mode", "any", "Input should be 'random', 'min_load', 'min_group' or 'delegate' (got 'any')"),
     ("envoy_path", "", "Must not be empty (got '')"),
     ("extproc_address", "unix:x.sock", "A unix socket's path must be absolute: unix:/path (got 'unix:x.sock')"),
     ("extproc_address", "::1:81", "'::1:81': expected unix:/path or host:port, an IPv6 host in brackets"),
@@ -599,15 +671,6 @@ def test_a_wrong_value_is_named_with_its_source(yaml_file: Path, field: str, tex
 def test_an_empty_url_is_named() -> None:
     assert problems({"decode": [""]}) == ["--decode: URL cannot be empty (got '')"]
     assert problems({"prefill": [""]}) == ["--prefill: URL cannot be empty (got '')"]
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES_NOT_AVAILABLE_YET))
-@pytest.mark.parametrize("field", ["policy", "prefill_policy", "decode_policy"])
-def test_the_peers_other_policies_are_refused_by_name(field: str, policy: str) -> None:
-    flag = f"--{field.replace('_', '-')}"
-    assert problems({field: policy}) == [
-        f"{flag}: policy {policy} is not available yet; there are: random, round_robin, cache_aware (got {policy!r})"
-    ]
 
 
 def test_everything_wrong_is_said_at_once() -> None:
@@ -667,7 +730,7 @@ def test_an_alias_may_be_given_twice_alike() -> None:
     assert dict(load({"model_alias": ["a=m", "a=m"]}).model_alias) == {"a": "m"}
 
 
-@pytest.mark.parametrize("option", ["dp-minimum-tokens-scheduler", "service-discovery", "selector"])
+@pytest.mark.parametrize("option", ["service-discovery", "selector"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"
@@ -787,28 +850,6 @@ def test_keys_of_the_control_api_that_cannot_be(flags: dict[str, object], proble
 def test_keys_are_not_shown() -> None:
     settings = load({"control_plane_api_keys": ["a:A:admin:s3cret"], "api_key": "s4cret"})
     assert "cret" not in repr(settings)
-
-
-@pytest.mark.parametrize(
-    ("alias", "field"), [("cache_match_threshold", "cache_threshold"), ("eviction_interval", "eviction_interval_secs")]
-)
-def test_other_names_of_an_option(yaml_file: Path, alias: str, field: str) -> None:
-    variable = f"PD_EXTPROC_{alias.upper()}"
-    assert getattr(load(environ={variable: "0.5"}), field) == 0.5
-    yaml_file.write_text(f"{alias}: 0.5\n")
-    assert getattr(load(config=str(yaml_file)), field) == 0.5
-    yaml_file.write_text(f"{alias}: 0.5\n{field}: 0.5\n")
-    assert problems(config=str(yaml_file)) == [f"{yaml_file}: {field}: given twice"]
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    flag = f"--{alias.replace('_', '-')}"
-    assert getattr(read_settings(parser.parse_args([flag, "0.5"])), field) == 0.5
-
-
-def test_an_option_under_both_names_in_the_environment() -> None:
-    environ = {"PD_EXTPROC_CACHE_THRESHOLD": "0.5", "PD_EXTPROC_CACHE_MATCH_THRESHOLD": "0.5"}
-    (problem,) = problems(environ=environ)
-    assert "given twice" in problem
 
 
 @pytest.mark.parametrize("text", ["0", "512 512", "512,256"])

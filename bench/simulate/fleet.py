@@ -52,9 +52,13 @@ class Request:
         """As a gateway guesses it."""
         return (self.turn.end + 100) // 4
 
-    def prompt_bytes(self) -> bytes:
+    def prompt_bytes(self, most: int | None = None) -> bytes:
         """The messages."""
-        return self.conversation.prompt(self.turn)
+        return self.conversation.prompt(self.turn)[:most]
+
+    def own_id(self) -> str:
+        """None."""
+        return ""
 
     def prompt_context(self) -> bytes:
         """The tools."""

@@ -147,12 +147,20 @@ class InferenceRequest(NamedTuple):
                 return commas + 1 if size <= _SOME_IDS else max(1, commas * size // _SOME_IDS)
         return len(body.raw) // _BYTES_PER_TOKEN
 
-    def prompt_bytes(self) -> bytes:
-        """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids."""
+    def prompt_bytes(self, most: int | None = None) -> bytes:
+        """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids.
+
+        ``most``: only so many bytes of its beginning.
+        """
         body = self.body
         keys = (key for key in self.api.prompt_keys if body.first_byte(key) not in (0, 0x6E))  # absent, or null
         key = next(keys, "")
-        return body.beginning(key, body.size_of(key))
+        return body.beginning(key, body.size_of(key) if most is None else most)
+
+    def own_id(self) -> str:
+        """The id that the body gives it (SGLang's ``rid``); empty when there is none, or one for each prompt."""
+        found = self.body.get("rid") if self.body.first_byte("rid") == _QUOTE else ""
+        return found if isinstance(found, str) else ""
 
     def prompt_context(self) -> bytes:
         """What else the model reads before its prompt, or keeps prefix caches apart, as it stands in the body.

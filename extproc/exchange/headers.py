@@ -28,7 +28,16 @@ _CONNECTION: Final = frozenset(
 # The former, and what each leg that we send sets itself.
 _NOT_FORWARDED: Final = _CONNECTION | {"host", "content-length", "content-type", "accept-encoding", "x-request-id"}
 # Ours, Envoy's, and SGLang's per-header overrides of control fields (srt/entrypoints/request_headers.py).
-_STEERING_PREFIXES: Final = ("x-pd-", "x-gateway-destination-", "x-envoy-", "x-override-", "x-data-parallel-rank")
+_STEERING_PREFIXES: Final = (
+    "x-pd-",
+    "x-gateway-destination-",
+    "x-envoy-",
+    "x-override-",
+    "x-data-parallel-rank",
+    "x-smg-",
+)
+# The client's own name for what belongs together, which steers nothing in a worker; the peer passes it on, too.
+_HARMLESS: Final = frozenset({"x-smg-routing-key"})
 _RESPONSE_NOT_FORWARDED: Final = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length"}
 )
@@ -63,7 +72,7 @@ class _Names:
             self.withheld.clear()
         others: dict[str, bytes | None] = {}
         for name in names:
-            steers = name.startswith(_STEERING_PREFIXES)
+            steers = _steers(name)
             if (steers or name in _CONNECTION) and len(name) <= _REMEMBERED_LENGTH:
                 self.withheld.add(name)
             dropped = steers or name[0] == ":" or name in _NOT_FORWARDED
@@ -108,7 +117,11 @@ class RequestHead(NamedTuple):
 
 
 def _withheld(names: Iterable[str]) -> list[bytes]:
-    return [name.encode("latin-1") for name in names if name in _CONNECTION or name.startswith(_STEERING_PREFIXES)]
+    return [name.encode("latin-1") for name in names if name in _CONNECTION or _steers(name)]
+
+
+def _steers(name: str) -> bool:
+    return name.startswith(_STEERING_PREFIXES) and name not in _HARMLESS
 
 
 def end_to_end(headers: Iterable[Header]) -> list[Header]:

@@ -92,6 +92,7 @@ class Session:
         "call",
         "deadline",
         "gateway",
+        "notes",
         "priority",
         "promise",
         "record",
@@ -116,6 +117,7 @@ class Session:
         self._paused = False  # no more of it is asked for meanwhile
         self.promise = 0  # legs that a worker keeps room for
         self._promised: Worker | None = None  # which
+        self.notes: dict[object, object] = {}  # what placement has worked out of the request
         self._late: LateReply | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
 
@@ -236,6 +238,8 @@ class Session:
         self._course = None  # it refers back to us: without the cycle both are freed at once, not by the collector
         gateway.leave(self)
         try:
+            if self.notes:
+                gateway.placer.over(self.notes)
             if self._head is not None or self._answered:  # else the client left before anything is known of its request
                 gateway.observer.finished(self.record)
         finally:
@@ -431,6 +435,7 @@ class Session:
         if api.flow is Flow.KEEPER:
             return self._about_stored(head, raw)
         request = InferenceRequest.read(api, raw, head.fields)
+        self.notes = request.notes
         model = self.gateway.config.model_aliases.get(request.model or "")
         if model is not None:
             request = request.renamed(model)

@@ -124,6 +124,7 @@ class Trial(Session):
 
     def _set_course(self, api: Api, head: RequestHead, raw: bytes) -> RelayedCourse:
         request = InferenceRequest.read(api, raw)
+        self.notes = request.notes
         record, gateway = self.record, self.gateway
         record.model = request.model or ""
         pair = gateway.placer.pair(request)

@@ -78,6 +78,7 @@ class Placer:
         self._decode = decode
         self._crowded = LeastCrowded()
         self._fail_over = FailOver(CANDIDATES)
+        self._holders = [policy for policy in (prefill, decode) if policy.holds]
 
     def pair(self, request: RequestView, without: Collection[Worker] = (), like: Worker | None = None) -> Pair:
         """A prefill worker and decode workers that it may hand a KV cache to.
@@ -186,6 +187,11 @@ class Placer:
     def held(self, request: RequestView, decode: Worker) -> int:
         """About how many tokens of the prompt a decode worker's KV cache is known to hold."""
         return self._decode.held(request, decode)
+
+    def over(self, notes: dict[object, object]) -> None:
+        """The request with these notes (RequestView) is over."""
+        for policy in self._holders:
+            policy.over(notes)
 
     def forget(self, worker: Worker) -> None:
         """``worker`` is gone, or may be another process: what it had is lost."""

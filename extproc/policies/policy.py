@@ -27,8 +27,14 @@ class RequestView(Protocol):
     def prompt_tokens(self) -> int:
         """About how many tokens its prompts have, all together."""
 
-    def prompt_bytes(self) -> bytes:
-        """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids."""
+    def prompt_bytes(self, most: int | None = None) -> bytes:
+        """Its prompt as it stands in the body: a JSON string, list of messages or list of token ids.
+
+        ``most``: only so many bytes of its beginning.
+        """
+
+    def own_id(self) -> str:
+        """The id that the body gives it (SGLang's ``rid``); empty when there is none, or one for each prompt."""
 
     def prompt_context(self) -> bytes:
         """What else the model reads before its prompt, such as tools, as it stands in the body; mostly nothing."""
@@ -39,6 +45,8 @@ class Policy(ABC):
 
     # Whether :meth:`learn` and :meth:`forget` do anything; who does not learn need not be told.
     learns = False
+    # Whether :meth:`over` does anything.
+    holds = False
 
     @abstractmethod
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:
@@ -54,6 +62,9 @@ class Policy(ABC):
     def held(self, request: RequestView, worker: Worker) -> int:  # noqa: ARG002
         """About how many tokens of the beginning of the prompt the KV cache of ``worker`` is known to hold."""
         return 0
+
+    def over(self, notes: dict[object, object]) -> None:  # noqa: B027
+        """The request with these notes is over, however it ended: nothing of it is under way any more."""
 
     def forget(self, worker: Worker) -> None:  # noqa: B027
         """``worker`` is gone, or may be another process: what it had is lost."""

@@ -264,6 +264,7 @@ class LoadMonitor:
         """Tell a worker what was said of it, if anything."""
         at, found = target.said or (0.0, ())
         load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
+        worker.load_then, worker.tokens_then = worker.load, worker.tokens
         self._set(worker, load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank))
 
     def _expire(self, target: _Target) -> None:

@@ -176,6 +176,8 @@ class Worker:
     # under way to it, those of other sidecars behind the same Envoy among them. None: not known, or not any more.
     engine_load: EngineLoad | None = field(default=None, init=False, repr=False)
     envoy_active: int | None = field(default=None, init=False)
+    load_then: int = field(default=0, init=False)  # ``load`` and ``tokens`` when ``engine_load`` was said
+    tokens_then: int = field(default=0, init=False)
     # Why it is given no more than it must be (:mod:`extproc.workers.overload`), for people; empty while it has room.
     overloaded: str = field(default="", init=False)
     # Admission (:mod:`extproc.admission.room`): how many legs it may have at once, None for any number; for how many
