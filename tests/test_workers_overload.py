@@ -21,6 +21,7 @@ from extproc.exchange.placed import still_sought
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.client import WorkerClient
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.load_poll import LoadMonitor
 from extproc.workers.metadata import Metadata
@@ -51,11 +52,9 @@ class Rig:
         self._ports = iter(range(1, 100))
 
     async def add(self, role: Role, *, runtime: str = "", connector: str = "", own: Overload | None = None) -> Worker:
-        worker = self.registry.add(
-            spec(role, f"http://10.0.0.{next(self._ports)}:1", runtime=runtime or None, overload=own or Overload())
-        )
-        worker.kv_connector = connector
-        worker.update_pairing()
+        url = f"http://10.0.0.{next(self._ports)}:1"
+        kv = KvConfig(connector=connector)
+        worker = self.registry.add(spec(role, url, runtime=runtime or None, kv=kv, overload=own or Overload()))
         self.registry.describe(worker, Metadata(model_ids=("tiny",)))
         self.registry.place(worker, worker.url.host)
         self.registry.set_status(worker, Status.READY)
