@@ -34,6 +34,14 @@ worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs w
 """
 _POLICIES = "cache_aware"
 
+# Other names of the peer's for an option, and what it is called here.
+ALIASES = {
+    "sticky-sessions": "routing-key-override",
+    "sticky-key-idle-secs": "max-idle-secs",
+    "spill-abs-threshold": "balance-abs-threshold",
+    "spill-rel-threshold": "balance-rel-threshold",
+}
+
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())
 POLICIES_NOT_AVAILABLE_YET = frozenset(_POLICIES.split())
 

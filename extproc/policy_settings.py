@@ -20,7 +20,7 @@ class PolicySettings(BaseModel):
 
     # fmt: off
     policy: Annotated[Policy, Option(
-        Group.POLICIES, "for roles without one of their own; docs/policies.md has all", "NAME")
+        Group.POLICIES, "for both roles; docs/policies.md has them all", "NAME")
     ] = PolicyName.ROUND_ROBIN
     prefill_policy: Annotated[Policy, Option(
         Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
@@ -35,11 +35,11 @@ class PolicySettings(BaseModel):
         Group.POLICIES, "--dp-aware: the server's rank with fewest tokens")] = False
 
     routing_key_override: Annotated[bool, Option(
-        Group.STICKY, "a conversation stays with its workers, by any policy", aliases=("sticky_sessions",))] = False
+        Group.STICKY, "a conversation stays with its workers, by any policy")] = False
     routing_key_headers: Annotated[HeaderNames, Option(
         Group.STICKY, "headers with a routing key; the first counts", "NAME")] = ("x-smg-routing-key",)
     max_idle_secs: Annotated[Duration, Option(
-        Group.STICKY, "a key not used for so long is forgotten", "SECONDS", aliases=("sticky_key_idle_secs",))] = 14400
+        Group.STICKY, "a key not used for so long is forgotten", "SECONDS")] = 14400
     assignment_mode: Annotated[AssignmentMode | None, Option(
         Group.STICKY, _ASSIGNMENT, "NAME", "manual: random")] = None
 
@@ -62,9 +62,9 @@ class PolicySettings(BaseModel):
     bucket_adjust_interval_secs: Annotated[Duration, Option(
         Group.TUNING, "bucket: time between two cuts of its ranges", "SECONDS")] = 5
     balance_abs_threshold: Annotated[Tally, Option(
-        Group.TUNING, "imbalance: so much more than others, and", "COUNT", aliases=("spill_abs_threshold",))] = 64
+        Group.TUNING, "imbalance: so much more than others, and", "COUNT")] = 64
     balance_rel_threshold: Annotated[Growth, Option(
-        Group.TUNING, "... so many times as much", "FACTOR", aliases=("spill_rel_threshold",))] = 1.5
+        Group.TUNING, "... so many times as much", "FACTOR")] = 1.5
     # fmt: on
 
     @model_validator(mode="after")

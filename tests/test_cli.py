@@ -277,7 +277,7 @@ def test_help_of_launch_has_one_line_per_setting(capsys: pytest.CaptureFixture[s
         (line,) = [line for line in lines if line.split()[0] == shown]
         assert re.search(r"\S  +\S.*\[default: .+\]$", line), line
     assert len(lines) == len(Settings.model_fields) + 1  # --config
-    assert max(map(len, text.splitlines())) <= 128
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_help_does_not_list_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
