@@ -197,3 +197,19 @@ def test_about_how_long_the_prompts_are(api, body, tokens):
 def test_many_token_ids_are_not_all_counted(width):
     ids = [10 ** (width - 1)] * 50_000
     assert read(GENERATE, {"input_ids": ids}).prompt_tokens() == pytest.approx(50_000, rel=0.02)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 50}, {"prompt": [7] * 50}, {"prompt": ""}, {"input": "x"}])
+def test_the_beginning_of_a_prompt(body):
+    request = read(COMPLETIONS, {"prompt": "p"} | body)
+    for most in (0, 1, 10, 10_000):
+        assert request.prompt_bytes(most) == request.prompt_bytes()[:most]
+
+
+@pytest.mark.parametrize(
+    ("rid", "expected"),
+    [("conv_t1", "conv_t1"), ("caf\u00e9", "caf\u00e9"), ("", ""), (["a", "b"], ""), (None, ""), (7, "")],
+)
+def test_the_id_in_the_body(rid, expected):
+    assert read(GENERATE, {"text": "x", "rid": rid}).own_id() == expected
+    assert read(GENERATE, {"text": "x"}).own_id() == ""
