@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from extproc.options import Group, Option
-from extproc.peer_options import NOT_AVAILABLE_YET, not_available
+from extproc.peer_options import ALIASES, NOT_AVAILABLE_YET, not_available
 from extproc.settings import Settings
 from extproc.sources import SettingsError, flag_of, load_settings
 
@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         option = next(item for item in field.metadata if isinstance(item, Option))
         _add_setting(groups[option.group], name, field, option)
+    for alias, name in ALIASES.items():
+        dest = name.replace("-", "_")
+        hidden: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if Settings.model_fields[dest].annotation is bool:
+            parser.add_argument(f"--{alias}", _opposite(f"--{alias}"), action=_Switch, **hidden)
+        else:
+            parser.add_argument(f"--{alias}", **hidden)
     for name in sorted(NOT_AVAILABLE_YET):
         parser.add_argument(f"--{name}", action=_NotAvailable, help=argparse.SUPPRESS)
 
@@ -73,17 +80,16 @@ def split_prefill(argv: Sequence[str]) -> list[str]:
 def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo, option: Option) -> None:
     text = f"{option.help} [default: {_shown_default(field, option)}]"
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text, "metavar": option.metavar}
-    flags = [flag_of(own) for own in (name, *option.aliases)]
     if field.annotation is bool:
-        group.add_argument(*flags, *map(_opposite, flags), action=_Switch, **common)
+        group.add_argument(flag_of(name), _opposite(flag_of(name)), action=_Switch, **common)
     elif name == "prefill":
-        group.add_argument(*flags, action=_Prefill, nargs="+", **common)
+        group.add_argument(flag_of(name), action=_Prefill, nargs="+", **common)
     elif name in ("decode", "prefill_kv_engine_id", "model_alias", "control_plane_api_keys", "tenant_max_priority"):
-        group.add_argument(*flags, action="append", **common)
+        group.add_argument(flag_of(name), action="append", **common)
     elif name in ("request_id_headers", "routing_key_headers"):
-        group.add_argument(*flags, nargs="+", **common)
+        group.add_argument(flag_of(name), nargs="+", **common)
     else:
-        group.add_argument(*flags, **common)
+        group.add_argument(flag_of(name), **common)
 
 
 def _shown_default(field: FieldInfo, option: Option) -> str:
@@ -102,7 +108,7 @@ def _opposite(flag: str) -> str:
 
 
 class _Switch(argparse.Action):
-    """``--x`` and ``--no-x``, those that turn it on in the first half of ``option_strings``."""
+    """``--x`` and ``--no-x``, the former first in ``option_strings``."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)
@@ -114,8 +120,7 @@ class _Switch(argparse.Action):
         values: object,  # noqa: ARG002 - argparse's signature
         option_string: str | None = None,
     ) -> None:
-        turn_on = self.option_strings[: len(self.option_strings) // 2]
-        setattr(namespace, self.dest, option_string in turn_on)
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
 class _Prefill(argparse.Action):
@@ -168,6 +173,4 @@ class _OneLineFormatter(argparse.RawDescriptionHelpFormatter):
             return flag if flag.startswith("--no-") else f"--[no-]{flag.removeprefix('--')}"
         if isinstance(action, _Prefill):
             return "--prefill URL [PORT|none]"
-        if len(action.option_strings) > 1 and action.nargs is None:  # of several names the first is enough
-            return f"{action.option_strings[0]} {action.metavar}"
         return super()._format_action_invocation(action)

@@ -30,16 +30,12 @@ class Group(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field looks in ``--help``.
-
-    ``default``: words for a default that is computed. ``aliases``: other names of the field, in every source.
-    """
+    """How a field looks in ``--help``. ``default``: words for a default that is computed."""
 
     group: Group
     help: str
     metavar: str | None = None
     default: str | None = None
-    aliases: tuple[str, ...] = ()
 
 
 def from_settings_before(default: Callable[[dict[str, Any]], object]) -> Any:

@@ -22,6 +22,16 @@ upstream-pool-idle-timeout-secs worker-auto-recovery worker-stale-secs
 worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
 
+# Other names of the peer's for an option, and what it is called here.
+ALIASES = {
+    "sticky-sessions": "routing-key-override",
+    "sticky-key-idle-secs": "max-idle-secs",
+    "spill-abs-threshold": "balance-abs-threshold",
+    "spill-rel-threshold": "balance-rel-threshold",
+    "cache-match-threshold": "cache-threshold",
+    "eviction-interval": "eviction-interval-secs",
+}
+
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())
 
 

@@ -31,7 +31,7 @@ class PolicySettings(BaseModel):
 
     # fmt: off
     policy: Annotated[PolicyName, Option(
-        Group.POLICIES, "for both roles, unless given; see docs/policies.md", "NAME")
+        Group.POLICIES, "for both roles; docs/policies.md has them all", "NAME")
     ] = PolicyName.CACHE_AWARE
     prefill_policy: Annotated[PolicyName, Option(
         Group.POLICIES, "policy for prefill workers", "NAME", "as --policy")
@@ -46,11 +46,11 @@ class PolicySettings(BaseModel):
         Group.POLICIES, "--dp-aware: the server's rank with fewest tokens")] = False
 
     routing_key_override: Annotated[bool, Option(
-        Group.STICKY, "a conversation stays with its workers, by any policy", aliases=("sticky_sessions",))] = False
+        Group.STICKY, "a conversation stays with its workers, by any policy")] = False
     routing_key_headers: Annotated[HeaderNames, Option(
         Group.STICKY, "headers with a routing key; the first counts", "NAME")] = ("x-smg-routing-key",)
     max_idle_secs: Annotated[Duration, Option(
-        Group.STICKY, "a key not used for so long is forgotten", "SECONDS", aliases=("sticky_key_idle_secs",))] = 14400
+        Group.STICKY, "a key not used for so long is forgotten", "SECONDS")] = 14400
     assignment_mode: Annotated[AssignmentMode | None, Option(
         Group.STICKY, _ASSIGNMENT, "NAME", "manual: random")] = None
 
@@ -73,12 +73,11 @@ class PolicySettings(BaseModel):
     bucket_adjust_interval_secs: Annotated[Duration, Option(
         Group.TUNING, "bucket: time between two cuts of its ranges", "SECONDS")] = 5
     balance_abs_threshold: Annotated[Tally, Option(
-        Group.TUNING, "imbalance: so much more than others, and", "COUNT", aliases=("spill_abs_threshold",))] = 64
+        Group.TUNING, "imbalance: so much more than others, and", "COUNT")] = 64
     balance_rel_threshold: Annotated[Growth, Option(
-        Group.TUNING, "... so many times as much", "FACTOR", aliases=("spill_rel_threshold",))] = 1.5
+        Group.TUNING, "... so many times as much", "FACTOR")] = 1.5
     cache_threshold: Annotated[Share, Option(
-        Group.TUNING, "cache_aware: who holds less of a prompt, holds nothing", "SHARE",
-        aliases=("cache_match_threshold",))] = 0.0
+        Group.TUNING, "cache_aware: who holds less of a prompt, holds nothing", "SHARE")] = 0.0
     balance_token_usage_threshold: Annotated[Share, Option(
         Group.TUNING, "cache_aware: only load counts if KV usage differs so much", "GAP")] = 1.0
     overload_token_usage_threshold: Annotated[Share, Option(
@@ -98,8 +97,7 @@ class PolicySettings(BaseModel):
     cache_ttl_secs: Annotated[Duration, Option(
         Group.TUNING, "cache_aware: that time", "SECONDS")] = 180
     eviction_interval_secs: Annotated[Duration, Option(
-        Group.TUNING, "cache_aware: between two looks at what is lost by age", "SECONDS", aliases=("eviction_interval",)
-    )] = 60
+        Group.TUNING, "cache_aware: between two looks at what is lost by age", "SECONDS")] = 60
     # fmt: on
 
     @model_validator(mode="after")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from extproc.options import Option
-from extproc.peer_options import NOT_AVAILABLE_YET, not_available
+from extproc.peer_options import ALIASES, NOT_AVAILABLE_YET, not_available
 from extproc.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,13 +24,7 @@ VARIABLE_PREFIX = "PD_EXTPROC_"
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 
 _NOT_YET = frozenset(name.replace("-", "_") for name in NOT_AVAILABLE_YET)
-_ALIASES = {
-    alias: name
-    for name, field in Settings.model_fields.items()
-    for option in field.metadata
-    if isinstance(option, Option)
-    for alias in option.aliases
-}
+_OTHER_NAMES = {name.replace("-", "_"): field.replace("-", "_") for name, field in ALIASES.items()}
 _SHOWN_LENGTH = 80
 _SECRET = frozenset({"api_key", "control_plane_api_keys"})
 
@@ -89,11 +82,11 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[s
     for variable, text in environ.items():
         if not variable.startswith(VARIABLE_PREFIX) or variable == CONFIG_VARIABLE:
             continue
-        name = variable.removeprefix(VARIABLE_PREFIX).lower()
-        field = _ALIASES.get(name, name)
+        field = variable.removeprefix(VARIABLE_PREFIX).lower()
+        field = _OTHER_NAMES.get(field, field)
         if field in values:
-            problems.append(f"{variable} and {values[field].shown_name} are the same: give one")
-        elif field in Settings.model_fields and variable == variable_of(name):
+            problems.append(f"{variable}: given twice, as {values[field].shown_name}")
+        elif field in Settings.model_fields and variable.isupper():
             values[field] = _Value(text, variable)
         elif field in _NOT_YET:
             problems.append(not_available(variable))
@@ -107,7 +100,7 @@ def _from_yaml(path: Path, problems: list[str]) -> dict[str, _Value]:
     values: dict[str, _Value] = {}
     for key, raw in _read_yaml(path).items():
         field = str(key).replace("-", "_")
-        field = _ALIASES.get(field, field)
+        field = _OTHER_NAMES.get(field, field)
         shown_name = f"{path}: {key}"
         if field in values:
             problems.append(f"{shown_name}: given twice")

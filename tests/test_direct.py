@@ -417,6 +417,9 @@ SENT = [
     ("x-override-bootstrap-host", "evil"),
     ("x-data-parallel-rank", "3"),
     ("x-envoy-retry-on", "5xx"),
+    ("x-smg-target-worker", "0"),
+    ("x-smg-tenant-id", "a"),
+    ("x-smg-routing-key", "kept"),
 ]
 
 
@@ -424,11 +427,11 @@ def test_end_to_end_headers_reach_both_legs_and_no_others_do(rig):
     client = rig.post(PATH, CHAT, headers=SENT)
     head, _ = client.call.take()
     removed = set(head.request_headers.response.header_mutation.remove_headers)
-    assert removed == {name for name, _ in SENT} - {"authorization", "traceparent", "x-custom"}
+    assert removed == {name for name, _ in SENT} - {"authorization", "traceparent", "x-custom", "x-smg-routing-key"}
     leg = dict(rig.egress.legs[0].headers)
     assert leg[b"authorization"] == b"Bearer client"
     assert leg[b"traceparent"] == b"00-1-2-03"
-    assert leg[b"x-custom"] == b"kept"
+    assert leg[b"x-custom"] == leg[b"x-smg-routing-key"] == b"kept"
     assert leg[b"x-gateway-destination-endpoint"] == b"127.0.0.1:1"  # ours
     assert leg[b"x-pd-cluster"] == b"prefill"
     ours = removed & {"x-gateway-destination-endpoint", "x-pd-cluster"}

@@ -39,8 +39,12 @@ from extproc.handoff.one_token import one_token
 from extproc.handoff.sglang import SglangHandoff
 from extproc.handoff.table import Handoffs
 from extproc.observe import RequestLog, RequestMetrics
+from extproc.peer_options import ALIASES
 from extproc.policies.event_prefixes import EventPrefixes
+from extproc.policies.least import MOST_COMPARED
+from extproc.policies.names import PolicyName
 from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
+from extproc.policies.sticky import MOST_KEYS, MOST_UNDER_WAY
 from extproc.settings import Settings
 from extproc.workers import kv_event_stream, load_poll, publication
 from extproc.workers.health_state import Pace
@@ -57,6 +61,7 @@ from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Worker, Worke
 
 ROOT = Path(__file__).parent.parent
 BEHAVIOUR = (ROOT / "docs/behaviour.md").read_text()
+POLICIES = (ROOT / "docs/policies.md").read_text()
 README = (ROOT / "README.md").read_text()
 VLLM = (ROOT / "docs/vllm.md").read_text()
 SGLANG = (ROOT / "docs/sglang.md").read_text()
@@ -176,6 +181,27 @@ def test_every_part_of_a_pairing_is_in_the_table():
                 shown, f"vllm/nixl/{shown[1:-1]}x"
             )
     assert {row[0].split("`")[1] for row in cells(modes)[1:]} == {mode.value for mode in PairingMode}
+
+
+def test_every_policy_is_in_the_table():
+    table = [row[0].strip("`") for row in cells(section("Which policy", POLICIES))[2:]]
+    assert sorted(table) == sorted(policy.value for policy in PolicyName)
+    measured = {row[0] for row in cells(section("What a placement costs", POLICIES))[2:]}
+    assert measured == {*table, "least_load, sticky"}
+
+
+def test_what_is_said_of_policies_is_so():
+    fields = Settings.model_fields
+    for flag, value in re.findall(r"`--([a-z-]+)` \(([\d.]+)(?: s)?\)", POLICIES):
+        assert fields[flag.replace("-", "_")].default == float(value), flag
+    assert "100,000 for each role" in POLICIES.replace("\n", " ")
+    assert MOST_KEYS == 100_000
+    assert f"Of more than {MOST_COMPARED} candidates {MOST_COMPARED} are compared" in POLICIES
+    limits = "\n".join(" ".join(row) for row in rows("Limits"))
+    assert f"(`--routing-key-override`) {MOST_UNDER_WAY} " in limits
+    for alias, name in ALIASES.items():
+        if alias == "sticky-sessions":
+            assert f"`--{name}` (`--{alias}`)" in POLICIES
 
 
 def test_what_is_said_of_places_is_so():

@@ -211,3 +211,19 @@ def test_many_token_ids_are_not_all_counted(width):
 )
 def test_what_the_model_reads_before_its_prompt(path, body, context):
     assert InferenceRequest.read(APIS[path], json.dumps(body).encode()).prompt_context() == context
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 50}, {"prompt": [7] * 50}, {"prompt": ""}, {"input": "x"}])
+def test_the_beginning_of_a_prompt(body):
+    request = read(COMPLETIONS, {"prompt": "p"} | body)
+    for most in (0, 1, 10, 10_000):
+        assert request.prompt_bytes(most) == request.prompt_bytes()[:most]
+
+
+@pytest.mark.parametrize(
+    ("rid", "expected"),
+    [("conv_t1", "conv_t1"), ("caf\u00e9", "caf\u00e9"), ("", ""), (["a", "b"], ""), (None, ""), (7, "")],
+)
+def test_the_id_in_the_body(rid, expected):
+    assert read(GENERATE, {"text": "x", "rid": rid}).own_id() == expected
+    assert read(GENERATE, {"text": "x"}).own_id() == ""

@@ -58,6 +58,18 @@ async def asking(interval: float = 0.01) -> AsyncIterator[Rig]:
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith("load-")] == []
 
 
+async def test_what_of_ours_was_under_way_then_is_kept_beside_it() -> None:
+    """For policies: its figures have our own requests in them."""
+    async with engine(pages={"/v1/loads": SGLANG}) as server, asking(interval=0.05) as rig:
+        worker = await rig.add(server)
+        await eventually(lambda: worker.engine_load)
+        worker.begin(700)
+        before = worker.engine_load
+        await eventually(lambda: worker.engine_load is not before)
+        assert (worker.load_then, worker.tokens_then) == (1, 700)
+        worker.end(0, 700)
+
+
 async def test_sglang_is_asked_for_its_loads_with_its_key() -> None:
     async with engine(pages={"/v1/loads": SGLANG}) as server, asking() as rig:
         worker = await rig.add(server, api_key="s3cret")

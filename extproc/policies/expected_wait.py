@@ -33,6 +33,7 @@ _Row = tuple[Worker, float, float]  # worker, seconds, seconds per token under w
 class _Table(NamedTuple):
     candidates: Sequence[Worker]  # held, so that no other object can have its identity
     rows: list[_Row]  # twice, so that a stretch from any place on is one slice
+    workers: Sequence[Worker]  # the same
     known: bool  # an engine said something
     until: float
 
@@ -56,13 +57,13 @@ class ExpectedWait:
         self._mean_tokens = mean_tokens
         self._tables: dict[int, _Table] = {}
 
-    def rows(self, candidates: Sequence[Worker], start: int, count: int) -> tuple[list[Worker], list[float]]:
+    def rows(self, candidates: Sequence[Worker], start: int, count: int) -> tuple[Sequence[Worker], list[float]]:
         """``count`` of ``candidates`` from ``start`` on, cyclically, and what is expected of each."""
         table = self._table(candidates)
-        stretch = table.rows[start : start + count]
-        workers = [row[0] for row in stretch]
+        end = start + count
+        workers = table.workers[start:end]
         if table.known:
-            return workers, [fixed + each * worker.tokens for worker, fixed, each in stretch]
+            return workers, [fixed + each * worker.tokens for worker, fixed, each in table.rows[start:end]]
         return workers, [worker.load for worker in workers]
 
     def of(self, candidates: Sequence[Worker], place: int) -> float:
@@ -85,7 +86,7 @@ class ExpectedWait:
         rates = [self._rate(load) for worker in candidates if (load := worker.engine_load) is not None]
         mean = sum(rates) / len(rates) if rates else self._throughput
         rows = [self._row(worker, mean) for worker in candidates]
-        return _Table(candidates, rows * 2, bool(rates), until)
+        return _Table(candidates, rows * 2, (*candidates, *candidates), bool(rates), until)
 
     def _row(self, worker: Worker, mean: float) -> _Row:
         load = worker.engine_load

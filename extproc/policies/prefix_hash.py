@@ -47,14 +47,17 @@ class PrefixHashPolicy(Policy):
         if not key:
             return self._least.rank(candidates, limit, request)
         ring = self._rings.of(candidates)
-        # Whoever has no more than the margin is below any average and the margin.
-        if limit == 1 and (first := ring.first(key)).load <= self._margin:
-            return (first,)
-        ranked = ring.order(key, max(limit, _WALK))
-        if ranked[0].load <= self._margin:
-            return ranked[:limit]
+        ranked = ring.order(key, limit)
+        first = ranked[0]
+        # Whoever has no more than the margin has no more than any average and the margin.
+        if first.load <= self._margin:
+            return ranked
         average = (sum([worker.load for worker in candidates]) + 1) / len(candidates)
         most = max(average * self._factor, average + self._margin)
+        if first.load <= most:
+            return ranked
+        if limit < _WALK:
+            ranked = ring.order(key, _WALK)
         taken = next((worker for worker in ranked if worker.load <= most), None)
         if taken is None:
             taken = min(candidates, key=lambda worker: worker.load)

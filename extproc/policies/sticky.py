@@ -34,12 +34,13 @@ _Key = tuple[str | None, bytes]  # model and routing key
 class _Assignment:
     """Whom one key has."""
 
-    __slots__ = ("under_way", "used", "workers")
+    __slots__ = ("kept", "under_way", "used", "workers")
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []  # who is to serve, and who did when that could not
         self.under_way: dict[Worker, int] = {}
         self.used = 0.0
+        self.kept = True  # else it was forgotten, though a request of it is still under way
 
 
 class _Hold:
@@ -174,6 +175,7 @@ class StickyPolicy(Wrapper):
 
     def _forget_oldest(self) -> None:
         _, oldest = self._assignments.popitem(last=False)
+        oldest.kept = False
         self._count(oldest, -1)
 
     def _remember(self, assignment: _Assignment, worker: Worker) -> None:
@@ -185,6 +187,8 @@ class StickyPolicy(Wrapper):
                 assignment.workers[1:] = [worker]
 
     def _put_first(self, assignment: _Assignment, worker: Worker) -> None:
+        if not assignment.kept:
+            return
         self._count(assignment, -1)
         others = [other for other in assignment.workers if other is not worker]
         assignment.workers = [worker, *others][:_REMEMBERED]
