@@ -25,7 +25,7 @@ from extproc.workers.registry import Change, Registry
 from extproc.workers.rounds import Rounds
 from extproc.workers.rpc.channels import UnimplementedError
 from extproc.workers.rpc.loads import GET_LOADS, ask_loads
-from extproc.workers.worker import Status, Worker
+from extproc.workers.worker import Role, Status, Worker
 
 _RANDOM: Final = secrets.SystemRandom()
 _logger = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ def sources_of(worker: Worker) -> Sequence[Source]:
 
 def is_asked(worker: Worker) -> bool:
     """Whether it is of interest how loaded the worker is: it is used, or would be if gRPC workers were."""
-    return worker.usable or (worker.url.is_grpc and worker.status is Status.READY)
+    if worker.url.is_grpc:
+        return worker.status is Status.READY and worker.role in (Role.PREFILL, Role.DECODE)
+    return worker.usable
 
 
 class _FailedError(Exception):
