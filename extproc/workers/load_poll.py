@@ -19,6 +19,7 @@ from typing import Final
 from urllib.parse import quote
 
 from extproc.workers.client import NoAnswerError, WorkerClient
+from extproc.workers.endings import Endings
 from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
 from extproc.workers.load_metrics import METRIC_NAMES, of_metrics
 from extproc.workers.registry import Change, Registry
@@ -121,7 +122,7 @@ class LoadMonitor:
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._rounds = Rounds()
         self._targets: dict[str, _Target] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._endings = Endings()
         self._unsubscribe: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -138,8 +139,7 @@ class LoadMonitor:
         for target in tuple(self._targets.values()):
             for worker in tuple(target.workers):
                 self._drop(worker)
-        if self._ending:
-            await asyncio.wait(tuple(self._ending))
+        await self._endings.wait()
 
     def _period(self, target: _Target) -> float:
         """Seconds between two questions to a base URL; of several workers' own intervals the shortest counts."""
@@ -184,9 +184,7 @@ class LoadMonitor:
         if target.expiry is not None:
             target.expiry.cancel()
         if target.task is not None:
-            target.task.cancel()
-            self._ending.add(target.task)
-            target.task.add_done_callback(self._ending.discard)
+            self._endings.cancel(target.task)
 
     # -- asking one -----------------------------------------------------------------------------------------------
 
