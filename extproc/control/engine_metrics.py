@@ -1,6 +1,6 @@
 """``GET /engine_metrics``: the Prometheus pages of all workers as one, each series with its worker's ``worker_addr``.
 
-The path and the label are the peer's. The text is version 0.0.4, as both engines write it: the lines of a family come
+The path is the peer's. The text is version 0.0.4, as both engines write it: the lines of a family come
 one after the other there, and so they do here.
 """
 
