@@ -12,6 +12,7 @@ from fleet import FakeEnvoy, add_ready, endpoint, eventually, spec, until
 
 from extproc.workers.addresses import EndpointTakenError
 from extproc.workers.endpoints import Endpoint, Snapshot
+from extproc.workers.identify import CANNOT_LEARN
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.metadata import Metadata
 from extproc.workers.pairing import PairingMode
@@ -300,8 +301,10 @@ class TestReadiness:
         registry.set_status(decode, Status.NOT_READY)
         assert registry.readiness().reason == "no usable decode worker (of 1 registered)"
         assert registry.readiness().usable_workers == 1
-        registry.set_status(decode, Status.NOT_READY, "why")
-        assert registry.readiness().reason == "no usable decode worker (of 1 registered; why)"
+        registry.set_status(decode, Status.NOT_READY, "10.0.0.2:8000 is already another's")  # not for everybody
+        assert registry.readiness().reason == "no usable decode worker (of 1 registered)"
+        registry.set_status(decode, Status.NOT_READY, f"{CANNOT_LEARN}: why")
+        assert registry.readiness().reason == f"no usable decode worker (of 1 registered; {CANNOT_LEARN}: why)"
         registry.set_status(decode, Status.READY)
         assert registry.readiness().ready
         registry.remove(prefill)

@@ -58,3 +58,15 @@ async def test_a_cancelled_sleeper_leaves_the_others_asleep() -> None:
     await asyncio.wait([first, second], timeout=5)
     assert first.cancelled()
     assert second.exception() is None
+
+
+async def test_a_sleeper_cancelled_as_its_round_comes_does_not_keep_the_others_asleep() -> None:
+    every = Rounds()
+    first = asyncio.create_task(every.sleep(0.02))
+    second = asyncio.create_task(every.sleep(0.02))
+    await asyncio.sleep(0)
+    (number,) = every._rounds
+    first.cancel()
+    every._go(number)  # before the cancelled one had its turn
+    await second
+    assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError

@@ -362,6 +362,17 @@ async def test_when_all_ranks_hang_the_server_is_out() -> None:
         await until(f.registry, lambda: len(f.registry.usable(D, None)) == 2)
 
 
+async def test_the_one_rank_that_is_left_is_not_out_for_good() -> None:
+    """Nobody asks for signs of life of one rank where there are no others."""
+    async with fleet(SLOW, dp_aware=True) as f:
+        server = add_ready(f.registry, D, "http://10.0.0.1:1", "tiny")
+        f.registry.describe(server, Metadata(model_ids=("tiny",), runtime="sglang", dp_size=2))
+        await until(f.registry, lambda: len(f.registry.usable(D, None)) == 2)
+        f.registry.hold(server, "wedged")
+        f.registry.describe(server, Metadata(model_ids=("tiny",), runtime="sglang", dp_size=1))
+        assert f.registry.usable(D, None) == (server,)
+
+
 async def test_ranks_that_come_later_are_not_out_with_the_first() -> None:
     async with fleet(SLOW, dp_aware=True) as f:
         server = add_ready(f.registry, D, "http://10.0.0.1:1", "tiny")

@@ -1,6 +1,6 @@
 """``GET /engine_metrics``: the Prometheus pages of all workers as one, each series with its worker's ``worker_addr``.
 
-The path and the label are the peer's. The text is version 0.0.4, as both engines write it: the lines of a family come
+The path is the peer's. The text is version 0.0.4, as both engines write it: the lines of a family come
 one after the other there, and so they do here.
 """
 
@@ -38,7 +38,9 @@ class EngineMetricsRoutes:
 
     async def _show(self, _request: web.Request) -> web.Response:
         # Engines, not entries: one may have several, for its roles or its data-parallel ranks.
-        workers = {worker.base_url: worker for worker in self._registry if worker.status is Status.READY}
+        # Those over gRPC show no page.
+        ready = (worker for worker in self._registry if worker.status is Status.READY and not worker.url.is_grpc)
+        workers = {worker.base_url: worker for worker in ready}
         gate = asyncio.Semaphore(_AT_ONCE)
         found = await asyncio.gather(*(self._page(worker, gate) for worker in workers.values()))
         pages = Pages()

@@ -69,7 +69,8 @@ class WorkerClient:
     async def get(self, worker: Worker, path: str, *, within: float, ip: str | None = None) -> Answer:
         """``GET path`` of the worker, with its key as bearer; the whole answer must come ``within`` so many seconds.
 
-        ``ip`` None asks where Envoy sends the worker's requests. Redirects are not followed. Raises NoAnswerError.
+        ``ip`` None asks where Envoy sends the worker's requests, or, of one that Envoy is not told of, where it was
+        found last. Redirects are not followed. Raises NoAnswerError.
         """
         return await self._ask_worker(worker, "GET", path, {}, None, within, ip)
 
@@ -77,12 +78,8 @@ class WorkerClient:
         self, worker: Worker, path: str, *, within: float, ip: str | None = None, most: int = _ANSWER_LIMIT
     ) -> Answer:
         """As :meth:`get`, at a third of the cost; of the answer ``most`` bytes at most, and not its content type."""
-        with _told(path, within, self._connect_limit):
-            async with asyncio.timeout(within):
-                status, body = await quick_get(
-                    self._where(worker, ip or _ip_of(worker)), _request(worker, path), most=most
-                )
-        return Answer(status, "", body)
+        where = self._where(worker, ip or _ip_of(worker))
+        return await self._get_quickly(where, _request(worker, path), path, within, most)
 
     async def probe(self, worker: Worker, path: str, *, within: float, ip: str) -> int:
         """As :meth:`get`, for the status alone: at a third of the cost, and whatever the body may be."""
@@ -112,12 +109,9 @@ class WorkerClient:
 
         ``ip`` is where the host of the worker's URL is. Else as :meth:`get_often`.
         """
+        where = Where(_beside(worker, ip), port, self._connect_limit, None)
         request = _request_of(f"{worker.bootstrap_host}:{port}", path)
-        with _told(path, within, self._connect_limit):
-            async with asyncio.timeout(within):
-                where = Where(_beside(worker, ip), port, self._connect_limit, None)
-                status, body = await quick_get(where, request, most=_ANSWER_LIMIT)
-        return Answer(status, "", body)
+        return await self._get_quickly(where, request, path, within, _ANSWER_LIMIT)
 
     async def connect_beside(self, worker: Worker, port: int, *, ip: str | None = None) -> None:
         """Whether anything listens on a port of the worker's bootstrap host; raises UnreachableError when nothing does.
@@ -184,6 +178,12 @@ class WorkerClient:
             raise UnreachableError(f"{method} {path}: {_cause(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise NoAnswerError(f"{method} {path}: {_cause(error)}") from None
+
+    async def _get_quickly(self, where: Where, request: bytes, path: str, within: float, most: int) -> Answer:
+        with _told(path, within, self._connect_limit):
+            async with asyncio.timeout(within):
+                status, body = await quick_get(where, request, most=most)
+        return Answer(status, "", body)
 
     def _where(self, worker: Worker, ip: str) -> Where:
         tls = Tls(self._default_tls(), worker.url.host) if worker.url.scheme == "https" else None

@@ -12,6 +12,8 @@ from typing import Final
 from extproc.workers.worker import MOONCAKE, NIXL
 
 MULTI: Final = "MultiConnector"
+# Engines that have no connectors, and how they are called.
+WITHOUT_CONNECTORS: Final = MappingProxyType({"sglang": "SGLang", "tokenspeed": "TokenSpeed"})
 # The cache moves by fields in the requests, which the gateway sends.
 BY_FIELDS: Final = frozenset({NIXL, MOONCAKE})
 # They want nothing of a request: shared stores, caches of one's own, tools.

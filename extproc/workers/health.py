@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from extproc.workers.client import WorkerClient
 from extproc.workers.contact import Contact, HttpContact
+from extproc.workers.endings import Endings
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.registry import Change, Registry
@@ -55,7 +56,7 @@ class Monitor:
         )
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._endings = Endings()
         self._unsubscribe: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -75,8 +76,7 @@ class Monitor:
         await self._restarts.stop()
         for worker_id in tuple(self._watches):
             self._forget(worker_id)
-        if self._ending:
-            await asyncio.wait(tuple(self._ending))
+        await self._endings.wait()
 
     def report_unreachable(self, worker: Worker) -> None:
         """The data path could not connect to ``worker``: look at it now rather than at the next interval.
@@ -174,7 +174,4 @@ class Monitor:
 
     def _forget(self, worker_id: str) -> None:
         if self._watches.pop(worker_id, None) is not None:
-            task = self._tasks.pop(worker_id)
-            task.cancel()
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._endings.cancel(self._tasks.pop(worker_id))

@@ -19,13 +19,14 @@ from typing import Final
 from urllib.parse import quote
 
 from extproc.workers.client import NoAnswerError, WorkerClient
+from extproc.workers.endings import Endings
 from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
 from extproc.workers.load_metrics import METRIC_NAMES, of_metrics
 from extproc.workers.registry import Change, Registry
 from extproc.workers.rounds import Rounds
 from extproc.workers.rpc.channels import UnimplementedError
 from extproc.workers.rpc.loads import GET_LOADS, ask_loads
-from extproc.workers.worker import Status, Worker
+from extproc.workers.worker import Role, Status, Worker
 
 _RANDOM: Final = secrets.SystemRandom()
 _logger = logging.getLogger(__name__)
@@ -85,7 +86,9 @@ def sources_of(worker: Worker) -> Sequence[Source]:
 
 def is_asked(worker: Worker) -> bool:
     """Whether it is of interest how loaded the worker is: it is used, or would be if gRPC workers were."""
-    return worker.usable or (worker.url.is_grpc and worker.status is Status.READY)
+    if worker.url.is_grpc:
+        return worker.status is Status.READY and worker.role in (Role.PREFILL, Role.DECODE)
+    return worker.usable
 
 
 class _FailedError(Exception):
@@ -128,7 +131,7 @@ class LoadMonitor:
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._rounds = Rounds()
         self._targets: dict[str, _Target] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._endings = Endings()
         self._unsubscribe: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -145,8 +148,7 @@ class LoadMonitor:
         for target in tuple(self._targets.values()):
             for worker in tuple(target.workers):
                 self._drop(worker)
-        if self._ending:
-            await asyncio.wait(tuple(self._ending))
+        await self._endings.wait()
 
     def _period(self, target: _Target) -> float:
         """Seconds between two questions to a base URL; of several workers' own intervals the shortest counts."""
@@ -200,9 +202,7 @@ class LoadMonitor:
         if target.expiry is not None:
             target.expiry.cancel()
         if target.task is not None:
-            target.task.cancel()
-            self._ending.add(target.task)
-            target.task.add_done_callback(self._ending.discard)
+            self._endings.cancel(target.task)
 
     # -- asking one -----------------------------------------------------------------------------------------------
 

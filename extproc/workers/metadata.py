@@ -15,7 +15,7 @@ import orjson
 
 from extproc.workers import vllm_cache
 from extproc.workers.client import Answer, NoAnswerError
-from extproc.workers.connectors import MULTI, refusal
+from extproc.workers.connectors import MULTI, WITHOUT_CONNECTORS, refusal
 from extproc.workers.kv_config import WRONG_WAY, KvConfig
 from extproc.workers.kv_event_source import labels_of
 from extproc.workers.worker import Role
@@ -47,7 +47,6 @@ _MODEL_LABELS = (
 )
 # ``owned_by`` of /v1/models entries -> runtime
 _OWNERS = {"sglang": "sglang", "nvidia": "sglang", "vllm": "vllm"}
-_WITHOUT_CONNECTORS = {"sglang": "SGLang", "tokenspeed": "TokenSpeed"}
 _NOT_DISAGGREGATED = "null"  # what SGLang says of a server started without --disaggregation-mode
 _MODELS = "/v1/models"
 _ABSENT = (404, 405, 501)
@@ -115,8 +114,8 @@ async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
 
 def check_kind(role: Role, connector: str, found: Metadata) -> None:
     """Raise MismatchError when a worker of this kind cannot do what ``role`` asks of it, or has no ``connector``."""
-    if connector and found.runtime in _WITHOUT_CONNECTORS:
-        engine = _WITHOUT_CONNECTORS[found.runtime]
+    engine = WITHOUT_CONNECTORS.get(found.runtime or "")
+    if connector and engine is not None:
         raise MismatchError(f"registered with kv_connector {connector}, but the server is {engine}, which has none")
     _check_connector(role, connector, found.kv)
     mode = found.disaggregation_mode

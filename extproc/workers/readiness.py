@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from extproc.workers.identify import CANNOT_LEARN
 from extproc.workers.pairing import PairingMode, of_one_model, why_none
 from extproc.workers.worker import Role, Worker
 
@@ -39,11 +40,12 @@ def _missing_role(workers: Sequence[Worker]) -> str:
 
 
 def _why(workers: Sequence[Worker]) -> str:
-    """What is wrong with the first of these that has a reason; which one, and the others, tells ``GET /workers``.
+    """Why the first of these is not used that cannot be: ``GET /workers`` tells which, and what is wrong with others.
 
-    It is told to whoever asks, without a key, so no address of a worker is.
+    It is told to whoever asks, without a key. Other reasons may hold addresses of workers.
     """
-    return next((f"; {worker.reason}" for worker in workers if worker.reason), "")
+    reasons = (worker.reason if worker.reason.startswith(CANNOT_LEARN) else worker.unserved for worker in workers)
+    return next((f"; {reason}" for reason in reasons if reason), "")
 
 
 def _missing_pair(usable: Sequence[Worker], mode: PairingMode) -> str:

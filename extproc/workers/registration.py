@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from extproc.workers import registration_body as form
+from extproc.workers.connectors import WITHOUT_CONNECTORS
 from extproc.workers.kv_config import KvConfig, KvConfigError, kv_config
 from extproc.workers.refusals import NAMES, refusals
 from extproc.workers.spec import HealthOverrides, HttpPool, Overload, Resilience, WorkerSpec
@@ -22,7 +23,6 @@ from extproc.workers.worker import Role, WorkerUrl, is_ip_address
 _LIFTED = ("kv_connector", "kv_role", "kv_engine_id", "bootstrap_port")
 _RANKS = "dp_size"  # a field that means the label of the same name
 _KV = ("kv_connector", "kv_role", "kv_engine_id")
-_WITHOUT_CONNECTORS: Mapping[str, str] = {"sglang": "SGLang", "tokenspeed": "TokenSpeed"}
 _GROUPS: Mapping[str, type[BaseModel]] = {
     "health": form.Health,
     "resilience": form.Resilience,
@@ -165,9 +165,9 @@ def _spec(body: form.Body) -> WorkerSpec:
     role, url = Role(body.worker_type), WorkerUrl.parse(body.url)
     named = KvConfig(body.kv_connector or "", body.kv_role or "", body.kv_engine_id or "")
     kv = kv_config(role, named, body.kv_transfer_config)
-    if kv.connector and body.runtime_type in _WITHOUT_CONNECTORS:
+    if kv.connector and body.runtime_type in WITHOUT_CONNECTORS:
         raise RegistrationError(
-            f"kv_connector {kv.connector}: {_WITHOUT_CONNECTORS[body.runtime_type]} workers have none"
+            f"kv_connector {kv.connector}: {WITHOUT_CONNECTORS[body.runtime_type]} workers have none"
         )
     if body.connection_mode not in (None, url.connection_mode):
         raise RegistrationError(f"connection_mode is {body.connection_mode}, but the URL's scheme is {url.scheme}")

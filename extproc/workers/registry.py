@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from extproc.workers import ranks
-from extproc.workers.addresses import Addresses
+from extproc.workers.addresses import Addresses, EndpointTakenError
 from extproc.workers.breaker import BreakerSettings
 from extproc.workers.changes import Change, Subscriber, Subscribers, WorkerExistsError, WorkerLeavesError
 from extproc.workers.circuits import Circuits
@@ -290,7 +290,12 @@ class Registry:
             entry.ip = ip
         # Envoy's clusters of workers speak HTTP/1.
         if registered and worker.role in (Role.PREFILL, Role.DECODE) and not worker.url.is_grpc:
-            self._addresses.place(worker, ip)
+            try:
+                self._addresses.place(worker, ip)
+            except EndpointTakenError:
+                for entry in ranks.entries(worker):
+                    entry.ip = None  # whoever is there is another worker, with another key
+                raise
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -320,6 +325,8 @@ class Registry:
         for entry in former[size:]:
             entry.ranks = ()
         ranks.form([*former[:size], *(record.worker for record in new)])
+        if size == 1:  # a server as a whole is judged by its own signs of life, which let no rank in again
+            self.hold(former[0], "")
         self._records |= {record.worker.id: record for record in new}
         for entry in former[:size]:
             self._tell(entry, Change.IDENTITY)

@@ -16,6 +16,7 @@ from typing import Final
 
 from extproc.workers.bootstrap import is_mooncake
 from extproc.workers.client import NoAnswerError, WorkerClient
+from extproc.workers.endings import Endings
 from extproc.workers.kv_engines import QUERY
 from extproc.workers.registry import Change, Registry
 from extproc.workers.rounds import Rounds
@@ -57,7 +58,7 @@ class Restarts:
         self._within = within
         self._rounds = Rounds()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._endings = Endings()
         self._unsubscribe: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -72,9 +73,8 @@ class Restarts:
             self._unsubscribe()
             self._unsubscribe = None
         for worker_id in tuple(self._tasks):
-            self._end(worker_id)
-        if self._ending:
-            await asyncio.wait(tuple(self._ending))
+            self._endings.cancel(self._tasks.pop(worker_id))
+        await self._endings.wait()
 
     def _changed(self, worker: Worker, _change: Change) -> None:
         is_asked = worker.status is Status.READY and is_mooncake(worker) and worker.server is worker
@@ -82,13 +82,7 @@ class Restarts:
             name = f"restarts-{worker.id}"
             self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._watch(worker), name=name)
         elif not is_asked and worker.id in self._tasks:
-            self._end(worker.id)
-
-    def _end(self, worker_id: str) -> None:
-        task = self._tasks.pop(worker_id)
-        task.cancel()
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+            self._endings.cancel(self._tasks.pop(worker.id))
 
     async def _watch(self, worker: Worker) -> None:
         before: bytes | None = b""

@@ -44,10 +44,10 @@ class Rounds:
 
     async def sleep(self, seconds: float) -> None:
         """As ``asyncio.sleep``."""
-        awake = asyncio.get_running_loop().create_future()
-        cancel = self.call_later(seconds, lambda: awake.set_result(None))
+        awake = asyncio.Event()  # set twice, or after its sleeper was cancelled, it does no harm to the others' round
+        cancel = self.call_later(seconds, awake.set)
         try:
-            await awake
+            await awake.wait()
         finally:
             cancel()
 
