@@ -39,6 +39,34 @@ async def loads(f: Fleet, interval: float = 0.01) -> AsyncIterator[LoadMonitor]:
         await monitor.stop()
 
 
+@asynccontextmanager
+async def stranger(service: str, *, standard: bool, port: int = 0) -> AsyncIterator[int]:
+    """A server of another service that tells its health, by ``grpc.health.v1`` too if ``standard``; its port."""
+
+    async def answer(_request: bytes, _context: Any) -> bytes:
+        return b""
+
+    async def serving(request: bytes, context: Any) -> bytes:
+        if request:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return b"\x08\x01"
+
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    names = {service: ("HealthCheck", answer)} | ({"grpc.health.v1.Health": ("Check", serving)} if standard else {})
+    server.add_generic_rpc_handlers(
+        tuple(
+            grpc.method_handlers_generic_handler(name, {method: grpc.unary_unary_rpc_method_handler(function)})
+            for name, (method, function) in names.items()
+        )
+    )
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
 def asked(mock: RpcMock) -> list[str]:
     return [call.method for call in mock.calls]
 
@@ -140,6 +168,20 @@ class TestIdentity:
             await eventually(lambda: worker.model_ids == ("tiny",))
             assert f.registry.trouble(worker) == UNSERVED
 
+    async def test_a_version_that_cannot_be_had_is_asked_for_again_and_a_known_one_kept(self) -> None:
+        async with RpcMock("vllm", "prefill", connector=NIXL) as mock, fleet() as f:
+            mock.errors["GetLoads"] = grpc.StatusCode.INTERNAL
+            worker = f.registry.add(spec(P, mock.url))
+            await f.becomes(worker, Status.READY)
+            assert "does not tell everything of itself: GetLoads: INTERNAL" in f.registry.trouble(worker)
+            assert worker.pairing.version != "0.32.0"
+            del mock.errors["GetLoads"]
+            await eventually(lambda: worker.pairing.version == "0.32.0")
+            mock.errors["GetLoads"] = grpc.StatusCode.INTERNAL
+            f.registry.change(worker, spec(P, mock.url, labels={"zone": "a"}))
+            await f.is_said(worker, "does not say again what it is: GetLoads: INTERNAL")
+            assert worker.pairing.version == "0.32.0"
+
     async def test_a_method_that_it_does_not_have_is_no_obstacle(self) -> None:
         async with RpcMock("vllm", "decode") as mock, fleet() as f:
             mock.errors = dict.fromkeys(("GetServerInfo", "GetLoads"), grpc.StatusCode.UNIMPLEMENTED)
@@ -189,31 +231,10 @@ class TestMismatch:
     )
     @pytest.mark.parametrize("standard", [True, False])
     async def test_an_engine_that_is_not_served_is_named(self, service: str, title: str, *, standard: bool) -> None:
-        async def answer(_request: bytes, _context: Any) -> bytes:
-            return b""
-
-        async def serving(_request: bytes, _context: Any) -> bytes:
-            if _request:
-                await _context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-            return b"\x08\x01"
-
-        server = grpc.aio.server()
-        names = {service: ("HealthCheck", answer)} | ({"grpc.health.v1.Health": ("Check", serving)} if standard else {})
-        server.add_generic_rpc_handlers(
-            tuple(
-                grpc.method_handlers_generic_handler(name, {method: grpc.unary_unary_rpc_method_handler(function)})
-                for name, (method, function) in names.items()
-            )
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            async with fleet(FAST) as f:
-                worker = f.registry.add(spec(D, f"grpc://127.0.0.1:{port}"))
-                await f.is_said(worker, title)
-                assert worker.status is Status.FAILED
-        finally:
-            await server.stop(0)
+        async with stranger(service, standard=standard) as port, fleet(FAST) as f:
+            worker = f.registry.add(spec(D, f"grpc://127.0.0.1:{port}"))
+            await f.is_said(worker, title)
+            assert worker.status is Status.FAILED
 
 
 class TestHealth:
@@ -281,6 +302,34 @@ class TestHealth:
             worker = f.registry.add(spec(D, mock.url))
             await eventually(lambda: worker.model_ids == ("tiny",))
             assert worker.status is Status.READY
+
+    async def test_without_health_checks_another_engine_in_its_place_is_found_when_it_is_asked_again(self) -> None:
+        first = RpcMock("sglang", "decode")
+        await first.start()
+        async with fleet(HealthSettings(enabled=False)) as f:
+            worker = f.registry.add(spec(D, first.url))
+            await eventually(lambda: worker.model_ids == ("tiny",))
+            await first.stop()
+            async with RpcMock("vllm", "decode", connector=NIXL, port=first.port, model="other"):
+                f.registry.change(worker, spec(D, first.url, labels={"zone": "a"}))
+                await eventually(lambda: worker.runtime == "vllm" and worker.model_ids == ("other",))
+                assert (worker.kv_connector, worker.status) == (NIXL, Status.READY)
+            async with stranger("trtllm.TrtllmService", standard=False, port=first.port):
+                f.registry.change(worker, spec(D, first.url))
+                await f.is_said(worker, "the server is TensorRT-LLM, whose handoff is not known")
+                assert worker.status is Status.FAILED
+
+    async def test_without_health_checks_one_replaced_as_the_engine_that_it_is_now_joins(self) -> None:
+        first = RpcMock("sglang", "decode")
+        await first.start()
+        async with fleet(HealthSettings(enabled=False)) as f:
+            worker = f.registry.add(spec(D, first.url, runtime="sglang"))
+            await eventually(lambda: worker.model_ids == ("tiny",))
+            await first.stop()
+            async with RpcMock("vllm", "decode", port=first.port):
+                f.registry.replace(worker, spec(D, first.url, runtime="vllm"))
+                await f.becomes(worker, Status.READY)
+                assert (worker.runtime, worker.model_ids) == ("vllm", ("tiny",))
 
     async def test_over_ipv6(self) -> None:
         if not socket.has_ipv6:

@@ -8,6 +8,7 @@ server does not have it, by ``grpc.health.v1.Health/Check`` of the service.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
 
@@ -76,16 +77,18 @@ class GrpcContact:
     async def identify(self, spec: WorkerSpec, *, ip: str, within: float) -> Metadata:
         """See Contact."""
         try:
-            service = self._service or await self._found(ip, within)
-            if service is None:
-                raise MismatchError(await self._stranger(ip, within))
-            if spec.runtime not in (None, service.runtime):
-                raise MismatchError(f"registered as {spec.runtime}, but the server is {service.title}")
-            model = await self._ask_if_there(service, GET_MODEL_INFO, ip, within)
-            server = await self._ask_if_there(service, GET_SERVER_INFO, ip, within)
+            service, model, server = await self._told(ip, within)
         except NoAnswerError as error:
             return Metadata(failed=(str(error),), busy=True)
-        found = metadata_of(service, model, server, await self._version(service, ip, within))
+        if spec.runtime not in (None, service.runtime):
+            raise MismatchError(f"registered as {spec.runtime}, but the server is {service.title}")
+        failed: tuple[str, ...] = ()
+        version = ""
+        try:
+            version = await self._version(service, ip, within)
+        except NoAnswerError as error:
+            failed = (str(error),)
+        found = replace(metadata_of(service, model, server, version), failed=failed)
         check_kind(spec.role, spec.kv.connector, found)
         return found
 
@@ -107,6 +110,24 @@ class GrpcContact:
     async def life_of(self, rank: Worker, *, ip: str, within: float) -> RankLife:  # noqa: ARG002
         """See Contact. None of the services tells it of one rank."""
         return RankLife.UNKNOWN
+
+    async def _told(self, ip: str, within: float) -> tuple[Service, Any, Any]:
+        """Which engine's service it is, and what that says of model and server; nothing where it has no such method.
+
+        One that was known, and has neither method now, may be another: it is looked for again. Raises MismatchError,
+        NoAnswerError.
+        """
+        while True:
+            known = self._service
+            service = known or await self._found(ip, within)
+            if service is None:
+                raise MismatchError(await self._stranger(ip, within))
+            model = await self._ask_if_there(service, GET_MODEL_INFO, ip, within)
+            server = await self._ask_if_there(service, GET_SERVER_INFO, ip, within)
+            if known is None or model is not None or server is not None:
+                model = service.response(GET_MODEL_INFO)() if model is None else model
+                return service, model, service.response(GET_SERVER_INFO)() if server is None else server
+            self._service = None
 
     async def _found(self, ip: str, within: float) -> Service | None:
         """Which engine it is, healthy or not; None: none that is known here. Raises NoAnswerError."""
@@ -164,21 +185,18 @@ class GrpcContact:
         return f"the server is none of {', '.join(service.title for service in SERVED)}"
 
     async def _version(self, service: Service, ip: str, within: float) -> str:
-        """What version a server is that says it with its loads only; empty where it cannot be had."""
+        """What version a server is that says it with its loads only; empty where it does not. Raises NoAnswerError."""
         if service.runtime != "vllm":
             return ""
-        try:
-            answer = await self._ask(service, GET_LOADS, ip, within)
-        except NoAnswerError:
-            return ""
-        return str(answer.version)
+        answer = await self._ask_if_there(service, GET_LOADS, ip, within)
+        return "" if answer is None else str(answer.version)
 
     async def _ask_if_there(self, service: Service, method: str, ip: str, within: float) -> Any:
-        """The answer; an empty one of a server that does not have the method."""
+        """The answer; None of a server that does not have the method."""
         try:
             return await self._ask(service, method, ip, within)
         except UnimplementedError:
-            return service.response(method)()
+            return None
 
     async def _ask(self, service: Service, method: str, ip: str, within: float) -> Any:
         request, response = service.request(method), service.response(method)
