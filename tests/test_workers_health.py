@@ -15,9 +15,10 @@ from extproc.errors import GatewayError
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.health_state import HealthSettings, Pace
+from extproc.workers.kv_config import KvConfig
 from extproc.workers.registry import Change
 from extproc.workers.spec import HealthOverrides
-from extproc.workers.worker import Role, Status
+from extproc.workers.worker import NIXL, Role, Status
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -361,6 +362,34 @@ class TestIdentity:
             assert (worker.usable, worker.model_ids, worker.labels["version"]) == (True, ("tiny",), "0.5.23")
             server.pages.clear()
             await until(f.registry, lambda: worker.model_ids == ("other",))
+            await eventually(lambda: not f.registry.trouble(worker))
+
+    async def test_a_vllm_server_too_busy_to_say_again_keeps_what_it_has_said(self) -> None:
+        layout = b'vllm:cache_config_info{block_size="32",cache_dtype="auto"} 1.0\n'
+        async with engine(mode=None, owner="vllm") as server, fleet(SLOW, replace(PACE, doubt=0)) as f:
+            server.pages["/metrics"] = layout
+            worker = f.registry.add(spec(D, server.url, kv=KvConfig(NIXL)))
+            await until(f.registry, lambda: worker.usable)
+            for page, status in (("/metrics", 503), ("/v1/models", 503)):
+                server.pages[page] = status
+                f.monitor.report_failure(worker)
+                await f.is_said(worker, f"does not say again what it is: GET {page}: HTTP 503")
+                assert (worker.labels["block_size"], worker.takes_token_ids) == ("32", True)
+                del server.pages[page]
+                server.pages["/metrics"] = layout
+                await eventually(lambda: not f.registry.trouble(worker))
+            server.pages["/metrics"] = layout.replace(b"32", b"64")
+            f.monitor.report_failure(worker)
+            await eventually(lambda: worker.labels["block_size"] == "64")
+
+    async def test_a_vllm_server_that_tells_its_layout_late_is_used_and_asked_again(self) -> None:
+        async with engine(mode=None, owner="vllm") as server, fleet() as f:
+            server.pages["/metrics"] = 503
+            worker = f.registry.add(spec(D, server.url, kv=KvConfig(NIXL)))
+            await until(f.registry, lambda: worker.usable)
+            assert f.registry.trouble(worker) == "does not tell everything of itself: GET /metrics: HTTP 503"
+            server.pages["/metrics"] = b'vllm:cache_config_info{block_size="32",cache_dtype="auto"} 1.0\n'
+            await eventually(lambda: worker.labels.get("block_size") == "32")
             await eventually(lambda: not f.registry.trouble(worker))
 
     @pytest.mark.parametrize("out", ["probes", "requests"])

@@ -215,6 +215,15 @@ class TestModels:
         assert worker.labels == {"zone": "a", "version": "1"}
         assert (worker.bootstrap_port, worker.runtime) == (1, "sglang")
 
+    async def test_a_new_process_that_does_not_say_its_engine_is_not_the_former(self, registry: Registry) -> None:
+        worker = registry.add(spec(D, "grpc://w:8000"))
+        registry.describe(worker, Metadata(runtime="tokenspeed"))
+        assert worker.runtime == "tokenspeed"
+        registry.describe(worker, Metadata())
+        assert worker.runtime == "sglang"
+        registry.change(worker, spec(D, "grpc://w:8000", kv=KvConfig(NIXL)))
+        assert worker.runtime == "vllm"
+
     async def test_only_prefill_workers_take_over_a_bootstrap_port(self, registry: Registry) -> None:
         prefill, decode = registry.add(spec(P, "http://w:8000")), registry.add(spec(D, "http://w:8000"))
         for worker in (prefill, decode):

@@ -43,7 +43,7 @@ class TestAnswers:
 
         assert await takes_token_ids(post, "tiny") is expected
 
-    async def test_neither_nonsense_nor_silence_does(self) -> None:
+    async def test_nonsense_does_not_and_silence_says_nothing(self) -> None:
         async def nonsense(_path: str, _body: object) -> Answer:
             return Answer(400, "text/plain", b"kv_transfer_params.prompt_token_ids")
 
@@ -51,7 +51,7 @@ class TestAnswers:
             raise NoAnswerError("none")
 
         assert not await takes_token_ids(nonsense, "tiny")
-        assert not await takes_token_ids(silence, "tiny")
+        assert await takes_token_ids(silence, "tiny") is None
 
 
 class TestIdentification:
@@ -88,6 +88,24 @@ class TestIdentification:
             assert server.count(CHAT) == 1
             assert not worker.takes_token_ids
             assert f.registry.trouble(worker) == ""
+
+    async def test_one_that_does_not_answer_again_does_what_its_version_did(self) -> None:
+        pace = Pace(seek=0.01, report=0.0, doubt=0.0)
+        async with engine(owner="vllm") as server, fleet(HealthSettings(timeout=0.2, interval=60), pace) as f:
+            worker = nixl(f, server)
+            await until(f.registry, lambda: worker.usable)
+            server.hang_posts = True
+            told: list[Change] = []
+            f.registry.subscribe(lambda _, change: told.append(change))
+            f.monitor.report_failure(worker)
+            await until(f.registry, lambda: Change.IDENTITY in told)
+            assert worker.takes_token_ids
+            assert worker.labels[LABEL] == "true"
+            server.pages["/version"] = b'{"version": "0.31.0"}'
+            f.monitor.report_failure(worker)
+            await eventually(lambda: worker.labels["version"] == "0.31.0")
+            assert not worker.takes_token_ids
+            assert LABEL not in worker.labels
 
     async def test_a_registered_model_is_named(self) -> None:
         async with engine(owner="vllm", models=["tiny", "adapter"]) as server, fleet() as f:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
+from extproc.workers import token_ids
 from extproc.workers.connectors import BY_FIELDS
 from extproc.workers.kv_engines import of_registration
 from extproc.workers.metadata import Metadata
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import MOONCAKE, KvEngine, Role, Worker
+
+_LIKELY: Final = "sglang"  # an engine of which nobody says what it is
 
 
 def take_over(spec: WorkerSpec, worker: Worker) -> None:
@@ -25,7 +29,7 @@ def take_over(spec: WorkerSpec, worker: Worker) -> None:
     worker.kv_connector = spec.kv.connector
     worker.kv_role = spec.kv.role
     worker.enforces_handshake = spec.kv.enforces_handshake
-    worker.runtime = registered_runtime(spec) or "sglang"
+    worker.runtime = registered_runtime(spec) or _LIKELY
     worker.kv_engine_id = ""
     worker.update_pairing()
     worker.kv_engines = named_engines(spec)
@@ -54,8 +58,10 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
     worker.labels = _labels(spec, {**found.labels, **layout})
     if ranks_known and found.dp_size is not None:
         worker.labels["dp_size"] = str(found.dp_size)
-    worker.runtime = spec.runtime or found.runtime or worker.runtime
-    worker.takes_token_ids = found.takes_token_ids
+    worker.runtime = registered_runtime(spec) or found.runtime or _LIKELY
+    worker.takes_token_ids = bool(found.takes_token_ids)
+    if worker.takes_token_ids:
+        worker.labels.setdefault(token_ids.LABEL, "true")
     worker.listed = found.listed
     if not spec.cards:
         worker.cards = found.cards

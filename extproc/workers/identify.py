@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from extproc.workers import connectors, ranks, token_ids
-from extproc.workers.client import Answer
+from extproc.workers.client import Answer, NoAnswerError
 from extproc.workers.from_spec import registered_runtime
 from extproc.workers.metadata import Ask, Metadata, check_kind, read_metadata
 from extproc.workers.rank_count import rank_count
@@ -44,9 +44,12 @@ async def identify(get: Ask, post: Post, spec: WorkerSpec, *, token_reuse: bool,
     models = spec.model_ids or found.model_ids
     if found.runtime != "vllm" or not models or found.busy:
         return found
-    if token_reuse and spec.role is Role.DECODE and await token_ids.takes_token_ids(post, models[0]):
-        found = replace(found, takes_token_ids=True, labels={**found.labels, token_ids.LABEL: "true"})
-    return replace(found, dp_size=await rank_count(post, models[0])) if dp_aware else found
+    if token_reuse and spec.role is Role.DECODE:
+        found = replace(found, takes_token_ids=await token_ids.takes_token_ids(post, models[0]))
+    try:
+        return replace(found, dp_size=await rank_count(post, models[0])) if dp_aware else found
+    except NoAnswerError as error:
+        return replace(found, failed=(*found.failed, str(error)))
 
 
 def unidentified(spec: WorkerSpec, found: Metadata) -> str:

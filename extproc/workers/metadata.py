@@ -83,7 +83,7 @@ class Metadata:
     runtime: str | None = None
     disaggregation_mode: str | None = None
     bootstrap_port: int | None = None
-    takes_token_ids: bool = False  # see Worker
+    takes_token_ids: bool | None = False  # see Worker; None: it was asked, and did not answer
     listed: tuple[Mapping[str, object], ...] = ()  # see Worker
     dp_size: int | None = None  # how many data-parallel ranks; vLLM must be asked (:mod:`extproc.workers.rank_count`)
     failed: tuple[str, ...] = ()
@@ -91,6 +91,13 @@ class Metadata:
     locked: bool = False
     # vLLM's connector, role and engine id, which are told over gRPC only.
     kv: KvConfig = field(default_factory=KvConfig)
+
+    def after(self, former: Metadata | None) -> Metadata:
+        """This, with what an engine of the same version said when it was last asked and did answer."""
+        if self.takes_token_ids is not None:
+            return self
+        alike = former is not None and former.labels.get("version") == self.labels.get("version")
+        return replace(self, takes_token_ids=former is not None and alike and former.takes_token_ids)
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
@@ -105,8 +112,7 @@ async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
     if runtime != "sglang":
         version = await questions.put("/version")
         if runtime is not None or isinstance(version.get("version"), str):
-            layout = {} if questions.busy else await _layout_of_vllm(ask)
-            return questions.seen(_of_vllm(models, version, layout))
+            return questions.seen(_of_vllm(models, version, await questions.layout()))
     server = await questions.put("/server_info", "/get_server_info")
     model = await questions.put("/model_info", "/get_model_info")
     return questions.seen(assemble(models, server, model, runtime or ("sglang" if server or model else None)))
@@ -165,6 +171,19 @@ class _Questions:
                 return self._read(path, answer)
         return {}
 
+    async def layout(self) -> Mapping[str, str]:
+        """Labels of vLLM's KV cache. One that is too busy for them is asked again; it may be used without."""
+        if self.busy:
+            return {}
+        try:
+            answer = await self._ask(vllm_cache.PATH)
+        except NoAnswerError as error:
+            self._failed.append(str(error))
+            return {}
+        if answer.status in _BUSY:
+            self._failed.append(f"GET {vllm_cache.PATH}: HTTP {answer.status}")
+        return vllm_cache.layout_of(answer.body) if answer.ok else {}
+
     def seen(self, found: Metadata) -> Metadata:
         """``found``, with what failed."""
         return replace(found, failed=tuple(self._failed), busy=self.busy, locked=self._locked)
@@ -198,15 +217,6 @@ def _owner(models: Sequence[Mapping[str, object]]) -> str | None:
         if isinstance(owner, str) and owner in _OWNERS:
             return _OWNERS[owner]
     return None
-
-
-async def _layout_of_vllm(ask: Ask) -> Mapping[str, str]:
-    """Labels of its KV cache's layout. What cannot be had is not known; the worker is none the worse for it."""
-    try:
-        answer = await ask(vllm_cache.PATH)
-    except NoAnswerError:
-        return {}
-    return vllm_cache.layout_of(answer.body) if answer.ok else {}
 
 
 def _of_vllm(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from extproc.workers.client import Answer, NoAnswerError
+from extproc.workers.client import Answer
 from extproc.workers.ranks import RANK_HEADER
 
 NO_RANK: Final = "1000000"
@@ -27,11 +27,8 @@ class Post(Protocol):
 
 
 async def rank_count(post: Post, model: str) -> int | None:
-    """Ask a server of ``model``; None where it does not answer, or not to the point."""
+    """Ask a server of ``model``; None where it does not answer to the point. Raises NoAnswerError."""
     body = {"model": model, "prompt": "x", "max_tokens": 1}
-    try:
-        answer = await post(_PATH, body, {RANK_HEADER: NO_RANK})
-    except NoAnswerError:
-        return None
+    answer = await post(_PATH, body, {RANK_HEADER: NO_RANK})
     match = _RANGE.search(answer.body) if answer.status == 400 else None
     return None if match is None else int(match[1])

@@ -71,8 +71,8 @@ class Record:
 
     def describe(self, found: Metadata, *, ranks_known: bool) -> None:
         """Take over what the worker said of itself; see :func:`extproc.workers.from_spec.describe`."""
-        self.found = found
-        describe(self.worker, self.spec, found, ranks_known=ranks_known)
+        self.found = found.after(self.found)
+        describe(self.worker, self.spec, self.found, ranks_known=ranks_known)
 
     def set_status(self, status: Status, reason: str) -> bool:
         """The worker's server is in this state; whether the worker's own is another now. It is logged."""

@@ -25,13 +25,16 @@ class Post(Protocol):
     async def __call__(self, path: str, body: object) -> Answer: ...
 
 
-async def takes_token_ids(post: Post, model: str) -> bool:
-    """Ask a worker that serves ``model``. One that does not answer, or not to the point, does not take them."""
+async def takes_token_ids(post: Post, model: str) -> bool | None:
+    """Ask a worker that serves ``model``. One that does not answer to the point does not take them.
+
+    None: no answer at all. That is no reason to ask again: one that does not know the key computes a token for it.
+    """
     body = {"model": model, "messages": _MESSAGES, "max_tokens": 1, "kv_transfer_params": {"prompt_token_ids": []}}
     try:
         answer = await post(_PATH, body)
     except NoAnswerError:
-        return False
+        return None
     return answer.status == 400 and _names_them(answer.body)
 
 
