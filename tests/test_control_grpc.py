@@ -12,7 +12,7 @@ from fleet import eventually
 
 from extproc.mock import RpcMock, SglangMock
 from extproc.workers.load_poll import LoadMonitor
-from extproc.workers.worker import NIXL, Status, Worker
+from extproc.workers.worker import MOONCAKE, NIXL, Status, Worker
 
 pytestmark = pytest.mark.asyncio
 
@@ -59,6 +59,38 @@ async def test_one_is_registered_and_shown(stack: AsyncExitStack, api: Api) -> N
     }
     assert {name: shown[name] for name in expected} == expected
     assert (await api.get("/readiness")).status == 503
+
+
+@pytest.mark.parametrize(
+    ("connector", "said"),
+    [
+        (
+            NIXL,
+            [
+                "kv_engine_id is of no effect: only prefill workers with MooncakeConnector need one",
+                "bootstrap_port is of no effect with NixlConnector",
+            ],
+        ),
+        (MOONCAKE, []),
+    ],
+)
+async def test_what_is_of_no_effect_hangs_on_the_connector_that_the_server_has(
+    stack: AsyncExitStack, api: Api, connector: str, said: list[str]
+) -> None:
+    mock = await stack.enter_async_context(RpcMock("vllm", "prefill", connector=connector, engine_id="e"))
+    fields = {"kv_engine_id": "e", "bootstrap_port": mock.bootstrap_port or 1}
+    body = {"url": mock.url, "worker_type": "prefill", **fields}
+    unserved = "workers over gRPC are given no requests yet"
+    answer = await api.ask("POST", "/workers", json=body)
+    assert answer.json["warnings"] == [unserved]  # it has yet to say
+    worker = api.registry.get(answer.json["worker_id"])
+    assert worker is not None
+    await eventually(lambda: worker.status is Status.READY and worker.kv_connector == connector)
+    await eventually(lambda: api.registry.trouble(worker) == "; ".join([*said, unserved]))
+    answer = await api.ask("PATCH", f"/workers/{worker.id}", json={"labels": {"zone": "a"}})
+    assert answer.json["warnings"] == [unserved, *said]
+    answer = await api.ask("PUT", f"/workers/{worker.id}", json=body)  # as if it had said nothing yet
+    assert answer.json["warnings"] == [unserved]
 
 
 async def test_a_change_loses_nothing_that_the_server_has_said(stack: AsyncExitStack, api: Api) -> None:

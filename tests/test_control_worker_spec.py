@@ -14,7 +14,7 @@ from extproc.workers import registration_body
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.registration import as_registration, registration
 from extproc.workers.spec import HealthOverrides, HttpPool, Overload, Resilience, WorkerSpec
-from extproc.workers.worker import Role, WorkerUrl
+from extproc.workers.worker import MOONCAKE, NIXL, Role, WorkerUrl
 
 LEAST: dict[str, Any] = {"url": "http://w:8000", "worker_type": "decode"}
 
@@ -302,7 +302,17 @@ DECODE_PORT = "bootstrap_port is of no effect: only prefill workers have a boots
     ],
 )
 def test_what_changes_nothing_is_known(fields: dict[str, Any], idle: tuple[str, ...]) -> None:
-    assert parsed(**fields).idle == idle
+    spec = parsed(**fields)
+    assert spec.idle(spec.kv.connector) == idle
+
+
+def test_what_changes_nothing_is_told_by_the_connector_that_the_worker_has() -> None:
+    fields = {"url": "grpc://w:1", "worker_type": "prefill", "kv_engine_id": "e", "bootstrap_port": 1}
+    assert parsed(**fields).idle(None) == ()
+    assert parsed(**fields).idle(MOONCAKE) == ()
+    assert parsed(**fields).idle("") == (NIXL_ID,)
+    assert parsed(**fields).idle(NIXL) == (NIXL_ID, "bootstrap_port is of no effect with NixlConnector")
+    assert parsed(**fields | {"worker_type": "decode"}).idle(None) == (NIXL_ID, DECODE_PORT)
 
 
 def test_all_errors_are_told_at_once() -> None:
@@ -345,7 +355,7 @@ def test_what_the_peer_takes_is_taken_and_what_changes_nothing_is_told() -> None
     names = {f"{group}.{name}" for group in ("http_pool", "resilience") for name in PEERS[group]}
     names |= {"multimodal_tensor_transport", "multimodal_shm_min_bytes"}
     assert {words.split(" ")[0] for words in spec.unused} == names
-    assert (spec.kv_block_size, spec.bootstrap_host, spec.idle) == (16, "w2", ())
+    assert (spec.kv_block_size, spec.bootstrap_host, spec.idle("")) == (16, "w2", ())
     assert spec.resilience == Resilience(
         max_retries=2,
         initial_backoff_ms=10,
@@ -374,7 +384,7 @@ def test_workers_that_get_no_requests(role: str) -> None:
     spec = parsed(worker_type=role, bootstrap_port=8995)
     assert (spec.role, bool(spec.unserved)) == (Role(role), True)
     # With the peer, encode workers have a bootstrap server.
-    assert bool(spec.idle) is (role == "regular")
+    assert bool(spec.idle("")) is (role == "regular")
     assert not parsed().unserved
 
 

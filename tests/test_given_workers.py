@@ -33,5 +33,5 @@ def test_engine_ids_by_flag_are_named() -> None:
     flags: dict[str, object] = {"prefill": ["http://a:1"], "prefill_kv_engine_id": ["e"]}
     (mooncake,) = given(flags | {"prefill_kv_connector": "mooncake"})
     (nixl,) = given(flags | {"prefill_kv_connector": "nixl"})
-    assert (mooncake.kv.engine_id, mooncake.idle) == ("e", ())
-    assert nixl.idle == ("kv_engine_id is of no effect: only prefill workers with MooncakeConnector need one",)
+    assert (mooncake.kv.engine_id, mooncake.idle(MOONCAKE)) == ("e", ())
+    assert nixl.idle(NIXL) == ("kv_engine_id is of no effect: only prefill workers with MooncakeConnector need one",)

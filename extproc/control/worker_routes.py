@@ -52,7 +52,7 @@ class WorkerRoutes:
             )
         location = f"/workers/{worker.id}"
         _audit(request, worker)
-        response = _accepted(
+        response = self._accepted(
             worker,
             spec,
             "Worker addition queued for background processing",
@@ -81,7 +81,7 @@ class WorkerRoutes:
         except WorkerLeavesError as error:
             return worker_fault(409, "WORKER_REMOVAL_IN_PROGRESS", str(error))
         _audit(request, found)
-        return _accepted(found, spec, "Worker replacement queued for background processing")
+        return self._accepted(found, spec, "Worker replacement queued for background processing")
 
     async def _change(self, request: web.Request) -> web.Response:
         found = self._find(request)
@@ -98,7 +98,7 @@ class WorkerRoutes:
         except WorkerLeavesError as error:
             return worker_fault(409, "WORKER_REMOVAL_IN_PROGRESS", str(error))
         _audit(request, found, fields=",".join(fields_of(body)))
-        return _accepted(found, spec, "Worker update queued for background processing")
+        return self._accepted(found, spec, "Worker update queued for background processing")
 
     async def _remove(self, request: web.Request) -> web.Response:
         found = self._find(request)
@@ -108,6 +108,13 @@ class WorkerRoutes:
         _audit(request, found)
         message = "Worker removal queued for background processing"
         return reply({"status": "accepted", "worker_id": found.id, "message": message}, 202)
+
+    def _accepted(self, worker: Worker, spec: WorkerSpec, message: str, **more: object) -> web.Response:
+        accepted: dict[str, object] = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
+        unserved = (spec.unserved,) if spec.unserved else ()
+        if warnings := (*unserved, *self._registry.idle(worker), *spec.unused):  # ours
+            accepted["warnings"] = warnings
+        return reply(accepted, 202)
 
     def _find(self, request: web.Request) -> Worker | web.Response:
         given = request.match_info["id"]
@@ -129,14 +136,6 @@ def _check_same(worker: Worker, spec: WorkerSpec) -> None:
             f"`worker_type` cannot change: worker {worker.id} is a {role} worker; DELETE /workers/{worker.id}, then "
             f"POST /workers with `{spec.role.value}`"
         )
-
-
-def _accepted(worker: Worker, spec: WorkerSpec, message: str, **more: object) -> web.Response:
-    accepted: dict[str, object] = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
-    unserved = (spec.unserved,) if spec.unserved else ()
-    if warnings := (*unserved, *spec.idle, *spec.unused):  # ours
-        accepted["warnings"] = warnings
-    return reply(accepted, 202)
 
 
 def _audit(request: web.Request, worker: Worker, **more: object) -> None:

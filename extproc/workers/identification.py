@@ -74,7 +74,9 @@ class Identification:
     @property
     def trouble(self) -> str:
         """See the class."""
-        return "; ".join(filter(None, (*self.spec.idle, self._identity_trouble, self._bootstrap_trouble)))
+        return "; ".join(
+            filter(None, (*self._registry.idle(self._worker), self._identity_trouble, self._bootstrap_trouble))
+        )
 
     def respecified(self) -> None:
         """Go by the registration as it is now, and ask at the next look."""

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from extproc.workers.from_spec import describe, named_engines, take_over
+from extproc.workers.from_spec import describe, named_engines, registered_runtime, take_over
 from extproc.workers.identity import new_worker_id
 from extproc.workers.metadata import Metadata
 from extproc.workers.spec import WorkerSpec
@@ -73,6 +73,13 @@ class Record:
         """Take over what the worker said of itself; see :func:`extproc.workers.from_spec.describe`."""
         self.found = found.after(self.found)
         describe(self.worker, self.spec, self.found, ranks_known=ranks_known)
+
+    @property
+    def connector(self) -> str | None:
+        """The connector in force; None: the server has yet to say whether it has one, which vLLM does over gRPC."""
+        worker = self.worker
+        may_say = worker.url.is_grpc and self.found is None and registered_runtime(self.spec) in (None, "vllm")
+        return None if may_say and not worker.kv_connector else worker.kv_connector
 
     def set_status(self, status: Status, reason: str) -> bool:
         """The worker's server is in this state; whether the worker's own is another now. It is logged."""

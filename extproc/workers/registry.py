@@ -116,6 +116,11 @@ class Registry:
         """What was registered. Raises KeyError when the worker is gone."""
         return self._records[worker.id].spec
 
+    def idle(self, worker: Worker) -> tuple[str, ...]:
+        """What is registered and changes nothing for a worker with its connector; nothing of one that is gone."""
+        record = self._records.get(worker.id)
+        return () if record is None else record.spec.idle(record.connector)
+
     def changed_at(self, worker: Worker) -> float:
         """Unix time of the worker's last change of status. Raises KeyError when the worker is gone."""
         return self._records[worker.id].changed

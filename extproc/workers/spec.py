@@ -101,21 +101,23 @@ class WorkerSpec:
         """Whether requests are placed on a worker registered so, and sent to it, just as if it were ``other``."""
         return all(getattr(self, name) == getattr(other, name) for name in _OF_REQUESTS)
 
-    @property
-    def idle(self) -> tuple[str, ...]:
-        """What is registered and changes nothing, for people: it may have been meant for another worker."""
+    def idle(self, connector: str | None) -> tuple[str, ...]:
+        """What is registered and changes nothing, for people: it may have been meant for another worker.
+
+        ``connector``: that the worker has, registered or by its own word; None: it has not said yet.
+        """
         is_prefill = self.role is Role.PREFILL
         has_bootstrap = self.role in (Role.PREFILL, Role.ENCODE)
         found = []
-        if self.engine_id_named and not (is_prefill and self.kv.connector == MOONCAKE):
+        if self.engine_id_named and not (is_prefill and connector in (None, MOONCAKE)):
             found.append(f"kv_engine_id is of no effect: only prefill workers with {MOONCAKE} need one")
         for name in ("bootstrap_port", "bootstrap_host"):
             if getattr(self, name) in (None, ""):
                 continue
             if not has_bootstrap:
                 found.append(f"{name} is of no effect: only prefill workers have a bootstrap server")
-            elif is_prefill and self.kv.connector not in ("", MOONCAKE):
-                found.append(f"{name} is of no effect with {self.kv.connector}")
+            elif is_prefill and connector not in (None, "", MOONCAKE):
+                found.append(f"{name} is of no effect with {connector}")
         return tuple(found)
 
     @property
