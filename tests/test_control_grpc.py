@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc
 import pytest
 from control_rig import Api, running
 from fleet import eventually
 
 from extproc.mock import RpcMock, SglangMock
 from extproc.workers.load_poll import LoadMonitor
-from extproc.workers.worker import MOONCAKE, NIXL, Status, Worker
+from extproc.workers.worker import MOONCAKE, NIXL, Role, Status, Worker
 
 pytestmark = pytest.mark.asyncio
 
@@ -132,6 +133,56 @@ async def test_their_loads_are_shown(stack: AsyncExitStack, api: Api) -> None:
     }
     assert {name: entry[name] for name in expected} == expected
     assert entry.keys().isdisjoint({"num_total_tokens", "prefill_queue_reqs", "kv_transfer_latency_ms"})
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "tokenspeed"])
+@pytest.mark.parametrize("prefix", ["/", "/get_"])
+async def test_a_prefill_says_what_it_is(stack: AsyncExitStack, api: Api, engine: str, prefix: str) -> None:
+    mock = await stack.enter_async_context(RpcMock(engine, "prefill", connector=NIXL if engine == "vllm" else ""))
+    mock.facts.more = {} if engine == "vllm" else {"nested": [{"api_key": "s3cret", "size": 2**40, "share": 0.5}]}
+    await register(api, mock.url, "prefill")
+    answer = await api.get(f"{prefix}server_info")
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+    server = answer.json
+    model = (await api.get(f"{prefix}model_info")).json
+    expected = {"served_model_name": "tiny", "model_path": "/models/tiny", "max_context_length": 2048}
+    assert (expected | {"eos_token_ids": [2], "supports_vision": False}).items() <= model.items()
+    assert model.keys().isdisjoint({"pad_token_id", "num_labels"})
+    if engine == "vllm":
+        assert (server["kv_connector"], server["block_size"], server["is_paused"]) == (NIXL, 32, False)
+        assert "attention_backend" not in server
+        return
+    assert server["max_total_num_tokens"] == 8192
+    settings = server["server_args"]
+    assert (settings["disaggregation_mode"], settings["disaggregation_bootstrap_port"]) == (
+        "prefill",
+        mock.bootstrap_port,
+    )
+    assert settings["nested"] == [{"size": 2**40, "share": 0.5}]
+    assert "secret" not in answer.text
+
+
+async def test_a_prefill_that_does_not_say_what_it_is(stack: AsyncExitStack, api: Api) -> None:
+    mock = await stack.enter_async_context(RpcMock("vllm", "prefill", connector=NIXL))
+    await register(api, mock.url, "prefill")
+    mock.errors["GetServerInfo"] = grpc.StatusCode.UNIMPLEMENTED
+    answer = await api.get("/server_info")
+    assert (answer.status, answer.json) == (404, {"detail": "Not Found"})
+    mock.errors["GetServerInfo"] = grpc.StatusCode.INTERNAL
+    answer = await api.get("/server_info")
+    assert (answer.status, answer.json["error"]["code"]) == (502, "prefill_unreachable")
+    assert "GetServerInfo: INTERNAL" in answer.json["error"]["message"]
+
+
+async def test_a_prefill_over_http_is_asked_first(stack: AsyncExitStack, api: Api) -> None:
+    over_grpc = await stack.enter_async_context(RpcMock("sglang", "prefill"))
+    over_http = await stack.enter_async_context(SglangMock("prefill"))
+    for mock in (over_grpc, over_http):
+        await register(api, mock.url, "prefill")
+    seen = over_grpc.count("GetServerInfo")
+    await eventually(lambda: api.registry.usable(Role.PREFILL, None))
+    assert (await api.get("/server_info")).json["disaggregation_mode"] == "prefill"
+    assert over_grpc.count("GetServerInfo") == seen
 
 
 async def test_a_mixed_fleet_flushes(stack: AsyncExitStack, api: Api) -> None:

@@ -1,4 +1,7 @@
-"""``/server_info`` and ``/model_info``, old names and new: one prefill worker's own answer, less its secrets."""
+"""``/server_info`` and ``/model_info``, old names and new: one prefill worker's own answer, less its secrets.
+
+Of a gRPC server it is the answer to ``GetServerInfo`` or ``GetModelInfo`` with the names of its fields.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from aiohttp import web
 from extproc.control.replies import fault
 from extproc.workers.client import Answer, NoAnswerError, WorkerClient
 from extproc.workers.registry import Registry
-from extproc.workers.worker import Role, Worker
+from extproc.workers.rpc.as_json import as_json
+from extproc.workers.rpc.channels import UnimplementedError
+from extproc.workers.rpc.services import GET_MODEL_INFO, GET_SERVER_INFO, service_of
+from extproc.workers.worker import Role, Status, Worker
 
 _OTHER_NAME = {
     "/server_info": "/get_server_info",
@@ -16,9 +22,17 @@ _OTHER_NAME = {
     "/model_info": "/get_model_info",
     "/get_model_info": "/model_info",
 }
+_METHODS = {
+    "/server_info": GET_SERVER_INFO,
+    "/get_server_info": GET_SERVER_INFO,
+    "/model_info": GET_MODEL_INFO,
+    "/get_model_info": GET_MODEL_INFO,
+}
 _TIMEOUT = 5.0  # seconds
 # SGLang dumps its settings, keys included. Whoever may ask the gateway need not be someone who may ask the engine.
 _SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password", "launch_command"})
+_JSON = "application/json"
+_ABSENT = Answer(404, _JSON, b'{"detail":"Not Found"}')  # what an HTTP server without the path says
 
 
 class InfoRoutes:
@@ -33,18 +47,35 @@ class InfoRoutes:
         return [web.get(path, self._pass_on) for path in _OTHER_NAME]
 
     async def _pass_on(self, request: web.Request) -> web.Response:
-        usable = self._registry.usable(Role.PREFILL, None)
-        if not usable:
+        worker = self._one()
+        if worker is None:
             return fault(503, "no_prefill_servers", "No prefill servers available")
         try:
-            answer = await self._ask(usable[0], request.path)
+            answer = await (self._ask_over_grpc if worker.url.is_grpc else self._ask)(worker, request.path)
         except NoAnswerError as error:
-            return fault(502, "prefill_unreachable", f"Prefill worker {usable[0].url}: {error}")
+            return fault(502, "prefill_unreachable", f"Prefill worker {worker.url}: {error}")
         return web.Response(
             status=answer.status,
             body=_without_secrets(answer.body),
-            headers={"content-type": answer.content_type or "application/json"},
+            headers={"content-type": answer.content_type or _JSON},
         )
+
+    def _one(self) -> Worker | None:
+        """The first that is given requests; else the first that would be, were gRPC workers given any."""
+        usable = self._registry.usable(Role.PREFILL, None)
+        if usable:
+            return usable[0]
+        ready = (worker for worker in self._registry if worker.status is Status.READY and worker.url.is_grpc)
+        return next((worker for worker in ready if worker.role is Role.PREFILL), None)
+
+    async def _ask_over_grpc(self, worker: Worker, path: str) -> Answer:
+        service, method = service_of(worker.runtime), _METHODS[path]
+        request, response = service.request(method), service.response(method)
+        try:
+            said = await self._client.rpc.ask(worker, service.path(method), request, response, within=_TIMEOUT)
+        except UnimplementedError:
+            return _ABSENT
+        return Answer(200, _JSON, orjson.dumps(as_json(said)))
 
     async def _ask(self, worker: Worker, path: str) -> Answer:
         answer = await self._client.get(worker, path, within=_TIMEOUT)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from extproc.workers.connectors import canonical
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.metadata import Metadata, assemble, card_of, label_text
+from extproc.workers.rpc.as_json import of_struct
 from extproc.workers.rpc.services import Service
 
 # Of a model, in whichever message it is. False is said of the first two, too.
@@ -41,7 +42,6 @@ _SETTINGS: Final = (
     "constrained_decoding_start",
     "grammar_backend",
 )
-_LARGEST_EXACT: Final = 2**53  # integer in a double
 
 
 def metadata_of(service: Service, model: Any, server: Any, version: str) -> Metadata:
@@ -81,12 +81,12 @@ def _of_vllm(model: Any, server: Any, version: str) -> Metadata:
 
 def _of_settings(service: Service, model: Any, server: Any) -> Metadata:
     """SGLang and TokenSpeed send their settings as they are."""
-    settings = _object(server.server_args)
+    settings = of_struct(server.server_args)
     version = settings.get("version") or getattr(server, f"{service.runtime}_version", "")
     settings |= {"version": version} if version else {}
     settings.setdefault("page_size", None)
     if settings["page_size"] is None:  # the setting; SGLang's scheduler knows what came of it
-        layout = _object(server.scheduler_info).get("hicache_object_layout")
+        layout = of_struct(server.scheduler_info).get("hicache_object_layout")
         settings["page_size"] = layout.get("page_size") if isinstance(layout, dict) else None
     found = assemble(_entries(model), settings, _model_of(model), service.runtime)
     more = {name: settings[name] for name in _SETTINGS if settings.get(name) not in (None, "")}
@@ -123,24 +123,3 @@ def _facts(message: Any, without: Sequence[str] = _NOT_OF_A_MODEL) -> dict[str, 
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
     return {name: label_text(value) for name, value in facts.items()}
-
-
-def _object(struct: Any) -> dict[str, Any]:
-    """A ``google.protobuf.Struct`` as a JSON object, in which a whole number is an integer again."""
-    return {name: _value(value) for name, value in struct.fields.items()}
-
-
-def _value(value: Any) -> Any:
-    match value.WhichOneof("kind"):
-        case "struct_value":
-            return _object(value.struct_value)
-        case "list_value":
-            return [_value(item) for item in value.list_value.values]
-        case "number_value":
-            number = value.number_value
-            return int(number) if number.is_integer() and abs(number) < _LARGEST_EXACT else number
-        case "string_value":
-            return value.string_value
-        case "bool_value":
-            return value.bool_value
-    return None
