@@ -306,12 +306,14 @@ show() {
   printf '%s\n' "${text# }"
 }
 
-address() { printf '%s://%s:%s' "$scheme" "$url_host" "${ports[$1]}"; }
+# Sets url. Once signals are trapped nothing here is a "$(...)": Bash 5.2 takes a trap in the midst of reading one for a syntax
+# error, and exits with 2.
+address() { url=$scheme://$url_host:${ports[$1]}; }
 
 # What to run next. All but the commands are comments, so that it can be pasted as a whole.
 show_gateway() {
   local -a launch=(pd-extproc launch --pd-disaggregation)
-  local worker
+  local worker url
   if [[ $engine == vllm && $scheme == http ]]; then
     echo "# The gateway (README.md: where pd-extproc is). vLLM's HTTP server does not tell its connector: start without workers, then"
     echo "# register them, and again after every restart of the gateway."
@@ -323,7 +325,8 @@ show_gateway() {
     return
   fi
   for worker in "${!names[@]}"; do
-    launch+=("--${roles[$worker]}" "$(address "$worker")")
+    address "$worker"
+    launch+=("--${roles[$worker]}" "$url")
     [[ -z ${bootstrap_ports[$worker]} ]] || launch+=("${bootstrap_ports[$worker]}")
   done
   echo "# The gateway (README.md: where pd-extproc is)."
@@ -336,8 +339,9 @@ show_gateway() {
 }
 
 show_registration() {
-  local body
-  body="{\"url\": \"$(address "$1")\", \"worker_type\": \"${roles[$1]}\", \"kv_connector\": \"$connector\""
+  local body url
+  address "$1"
+  body="{\"url\": \"$url\", \"worker_type\": \"${roles[$1]}\", \"kv_connector\": \"$connector\""
   if [[ -n ${bootstrap_ports[$1]} ]]; then
     body+=", \"kv_engine_id\": \"${engine_ids[$1]}\", \"bootstrap_port\": ${bootstrap_ports[$1]}"
   fi
@@ -383,9 +387,10 @@ start_workers() {
 }
 
 start_worker() {
-  local log=$LOG_DIR/${names[$1]}.log
+  local log=$LOG_DIR/${names[$1]}.log url
   compose "$1"
-  echo "# ${names[$1]}: $(address "$1"), GPUs ${gpus[$1]:-not chosen}, log $log"
+  address "$1"
+  echo "# ${names[$1]}: $url, GPUs ${gpus[$1]:-not chosen}, log $log"
   set -m # a process group of its own: an engine is many processes, and all must go
   env "${environment[@]}" "${command[@]}" >"$log" 2>&1 </dev/null &
   set +m
