@@ -214,7 +214,7 @@ async def test_a_worker_that_moves_is_followed(gateway: Gateway) -> None:
         async with asyncio.timeout(LONG):
             while await gateway.known() != [new]:  # noqa: ASYNC110 - nobody tells when Envoy has dropped one
                 await asyncio.sleep(0.01)
-        assert worker.usable
+        await gateway.until(lambda: worker.usable)  # it is asked there how and what it is, which may take a while
 
 
 async def test_many_workers_at_once(gateway: Gateway) -> None:

@@ -213,6 +213,7 @@ class TestWatch:
             assert (set(statuses), made.registry.spec(worker), worker.priority) == ({Status.READY}, other, 3)
             made.registry.replace(worker, of(server))  # serves another model
             assert worker.status is Status.PENDING
+            await made.becomes(worker, Status.READY)  # else the engine ends in the midst of a question
 
     async def test_one_that_is_out_is_replaced_by_one_that_is_alike_and_begins_anew(self) -> None:
         async with fleet(SLOW, PACE) as made, engine(mode="decode") as server:
