@@ -47,6 +47,14 @@ def test_what_is_known_on_both_sides_must_agree(prefill: Any, decode: Any, probl
     assert mismatch(one.pairing, other.pairing, OFF) == ()
 
 
+def test_a_tensor_parallel_size_is_no_part_of_it_but_by_the_operators_word() -> None:
+    one, other = SGLANG | {"tp_size": "4"}, SGLANG | {"tp_size": "8"}
+    for mode in PairingMode:
+        assert differ("sglang", "", one, other, mode) == ()
+    apart = {"pairing_protocol": "tp4"}, {"pairing_protocol": "tp8"}
+    assert differ("sglang", "", one | apart[0], other | apart[1], LENIENT) == ("pairing_protocol",)
+
+
 @pytest.mark.parametrize(
     ("runtime", "connector", "labels"), [("sglang", "", SGLANG), ("vllm", NIXL, VLLM), ("vllm", MOONCAKE, LAYOUT)]
 )
