@@ -73,7 +73,8 @@ async def test_with_dp_aware_every_rank_serves(
     pair: tuple[Server, Server], client: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     workers = ("--prefill", pair[0].url, str(RANKED_BOOTSTRAP_PORT), "--decode", pair[1].url)
-    with rig.gateway(tmp_path, "--dp-aware", *workers) as url:
+    # The default policy would keep to the rank that has the prompt.
+    with rig.gateway(tmp_path, "--dp-aware", "--policy", "round_robin", *workers) as url:
         await rig.ready(client, url)
         deadline = time.monotonic() + rig.READY_SECONDS
         while True:
