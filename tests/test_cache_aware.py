@@ -246,6 +246,14 @@ def test_a_worker_that_is_another_process_holds_nothing():
     assert not rig.policy.held(Asked(prompt=prompt), holder)
 
 
+def test_an_answer_of_a_process_that_was_forgotten_meanwhile_is_taken():
+    rig = Rig(count=1)
+    asked, chosen = rig.sent(text(3000))
+    rig.policy.forget(chosen)
+    rig.answered(asked, chosen)
+    assert rig.served(text(3000, 1)) is chosen
+
+
 def test_behind_placement_both_roles_look_at_one_chain():
     rig, decodes = Rig(), Rig(role=Role.DECODE)
     placer = Placer(FakeFleet(*rig.workers, *decodes.workers), rig.policy, decodes.policy)

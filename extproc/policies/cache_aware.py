@@ -281,10 +281,10 @@ class CacheAwarePolicy(Policy):
 
     def _clock(self, booking: Booking, worker: Worker, now: float) -> None:
         """How long a worker took for what it had to do, and all workers do."""
-        if booking.over or booking.cache.worker is not worker:
+        cache = booking.cache
+        if booking.over or cache.worker is not worker or cache.room < 0:  # it is another process since
             return
         took, done = now - booking.at, booking.ahead + _OVERHEAD
-        cache = booking.cache
         cache.took, cache.done = cache.took * _REMEMBERED + took, cache.done * _REMEMBERED + done
         share = 1 - (1 - _REMEMBERED) / len(self._index.caches)
         self._took, self._done = self._took * share + took, self._done * share + done
