@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from codecs import utf_8_decode
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -170,7 +170,7 @@ class JsonObject:
             ) from None
         return [bytes(item) for item in msgspec.structs.astuple(few) if item is not None]
 
-    def keys(self) -> Collection[str]:
+    def keys(self) -> KeysView[str]:
         """The distinct top-level keys, in the order of their first occurrence."""
         return self._values.keys()
 

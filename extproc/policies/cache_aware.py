@@ -23,43 +23,33 @@ prompt that is known and, within it, by requests in flight; the simulation in do
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+from extproc.policies.cache_costs import decode_costs, prefill_costs
 from extproc.policies.cache_options import CacheAwareSettings, CacheIndex
+from extproc.policies.many import Many
 from extproc.policies.policy import Policy, RequestView
 from extproc.policies.prefix_index import PrefixIndex
 from extproc.policies.prompt_chain import BYTES_PER_TOKEN, Cuts, PromptChain
-from extproc.policies.worker_cache import Booking
+from extproc.policies.worker_cache import Booking, WorkerCache
 from extproc.workers.worker import Role, Worker
 
 # Tuned with ``python -m bench.simulate``; figures in docs/policies.md.
 RECENT_SECONDS: Final = 120.0  # the time constant by which what was put into a cache becomes old
-# What a byte costs that a cache lacks, beside itself: at least so much, so much more where the cache has been filled
-# once within that time, and no more than so much for a whole prompt.
-LEAST_TOLL: Final = 0.5
-TOLL: Final = 3.0
-MOST_TOLL: Final = 131_072.0  # bytes
 _OVERHEAD: Final = 1024  # bytes that might be prefilled in the time that the smallest prompt takes
 _REMEMBERED: Final = 0.9  # of how fast a worker was, at its next answer
-_SLOWEST: Final = 32.0
-_FASTEST: Final = 0.25
 _USUAL_ROOM: Final = 400_000  # tokens of a cache, until an engine says how many
-# A decode worker's: what one more request costs beside its tokens, and what a held token spares.
-_DECODE_REQUEST: Final = 256
-_DECODE_SPARED: Final = 0.1
 # Every so manieth prompt may go to the worker that was given least of late, if that had a small part of what others had
 # and it does not cost much.
 _WARM_UP_EVERY: Final = 16
 _COLD: Final = 0.25
 _WARM_UP_TOKENS: Final = 1024
 # Of more candidates so many are looked at, by chance, and those that hold something.
-MOST_LOOKED_AT: Final = 32
-SAMPLE: Final = 16
-_SETS: Final = 16
+MOST_LOOKED_AT: Final = 16
+SAMPLE: Final = 8
 _HASH_HOLDERS: Final = 3
 _GROWN: Final = 200.0  # of an exponent
 _CHAIN: Final = "prompt chain"  # both roles' policies look at the same
@@ -116,9 +106,12 @@ class CacheAwarePolicy(Policy):
         self._usual_room = float(BYTES_PER_TOKEN * _USUAL_ROOM)  # of a cache that nobody says the size of
         self._calls = 0
         self._took = self._done = 0.0  # of all workers
-        self._sets: dict[int, tuple[Sequence[Worker], frozenset[Worker]]] = {}  # by identity of the candidates
+        self._many = Many(SAMPLE)
         usage = min(settings.balance_token_usage_threshold, settings.overload_token_usage_threshold)
         self._looks_at_usage = usage < 1
+        self._most_legs = settings.balance_abs_threshold
+        self._temperature = settings.selection_temperature
+        self._counts_less = self._looks_at_usage or settings.cache_threshold > 0 or settings.overlap_decay > 0
 
     # -- what it is told ------------------------------------------------------------------------------------------
 
@@ -127,14 +120,18 @@ class CacheAwarePolicy(Policy):
         now = self._now()
         booking = request.notes.get(self)
         if booking is not None:
-            self._clock(booking, worker, now)  # type: ignore[arg-type]
+            if not self._decode:
+                self._clock(booking, worker, now)  # type: ignore[arg-type]
             self.over(request.notes)
         cache = self._index.cache(worker)
         load = worker.engine_load
         if load is not None and load.max_tokens:
-            cache.room = self._usual_room = BYTES_PER_TOKEN * load.max_tokens
+            cache.room = BYTES_PER_TOKEN * load.max_tokens
+            self._is_usual(cache.room)
         new = self._index.add(self._chain(request), worker, now)
-        cache.recent += new * self._growth(now)
+        if not self._decode:
+            cache.recent += new * self._growth(now)
+            self._fill(cache)
         if self._exact is not None:
             self._exact.learn(request, worker)
 
@@ -164,100 +161,96 @@ class CacheAwarePolicy(Policy):
 
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:
         """See Policy."""
-        if self in request.notes:  # it was chosen for already, and nothing came of it
-            self.over(request.notes)
+        notes = request.notes
+        if self in notes:  # it was chosen for already, and nothing came of it
+            self.over(notes)
         now = self._now()
         chain = self._chain(request)
-        among = candidates if len(candidates) <= MOST_LOOKED_AT else _neighbours(candidates)
-        overlaps = self._overlaps(request, chain, among, now, sampled=among is not candidates)
-        if among is not candidates and overlaps:
-            members = self._members(candidates)
-            among = [*dict.fromkeys((*among, *(worker for worker in overlaps if worker in members)))]
-        costs = self._costs(chain, among, overlaps, self._growth(now))
-        best = self._best(chain, among, costs, overlaps)
-        chosen = among[best]
-        request.notes[self] = self._index.book(chain, overlaps.get(chosen, 0), chosen, now)
-        if limit == 1 or len(among) == 1:
-            return (chosen,)
-        order = heapq.nsmallest(limit, range(len(among)), key=costs.__getitem__)
-        return [chosen, *[among[place] for place in order if place != best][: limit - 1]]
-
-    def _overlaps(
-        self, request: RequestView, chain: PromptChain, among: Sequence[Worker], now: float, *, sampled: bool = False
-    ) -> dict[Worker, int]:
-        """How many bytes of the prompt workers hold, ``among`` and others."""
-        overlaps = self._index.overlaps(chain, now, among if sampled else ())
-        if self._exact is not None:
-            known = self._exact.overlaps(request, among)
-            if known is not None:
-                per_token = chain.size / max(1, request.prompt_tokens())  # token ids in JSON are longer than text
-                for worker, tokens in known.items():
-                    overlaps[worker] = min(chain.size, round(per_token * tokens))
-                # No engine says what is only on its way to it.
-                for worker, size in self._index.promised(chain, now).items():
-                    overlaps[worker] = max(overlaps.get(worker, 0), size)
-        return overlaps
-
-    def _costs(
-        self, chain: PromptChain, among: Sequence[Worker], overlaps: Mapping[Worker, int], growth: float
-    ) -> list[float]:
-        """In bytes, of which a token is a few."""
-        settings, index_cache = self._settings, self._index.caches
-        size, decay = chain.size, settings.overlap_decay
-        least = settings.cache_threshold * size
-        if self._looks_at_usage and self._lopsided(among):
-            overlaps = {}
-        pace = self._done / self._took if self._took else 1.0
-        costs = []
-        for worker in among:
-            held: float = overlaps.get(worker, 0)
-            if held:
-                if held < least:
-                    held = 0
-                elif decay:
-                    held /= 1 + decay * worker.load
-            load: float = BYTES_PER_TOKEN * worker.tokens
-            if self._decode:
-                costs.append(load + BYTES_PER_TOKEN * _DECODE_REQUEST * worker.load - _DECODE_SPARED * held)
-                continue
-            cache = index_cache.get(worker)
-            if cache is None:
-                new = size - held  # by its events alone, or nothing
-                costs.append(load + new + min(new * LEAST_TOLL, MOST_TOLL))
-                continue
-            if cache.pending < load:
-                load = cache.pending
-            if cache.done and load:
-                # What it holds may be less than is known, or the worker slower than others.
-                load *= min(_SLOWEST, max(_FASTEST, cache.took / cache.done * pace))
-            new = size - held
-            room = cache.room if cache.room < math.inf else self._usual_room
-            toll = LEAST_TOLL + TOLL * cache.recent / (growth * room)
-            costs.append(load + new + min(new * toll, MOST_TOLL))
-        return costs
-
-    def _best(
-        self, chain: PromptChain, among: Sequence[Worker], costs: list[float], overlaps: Mapping[Worker, int]
-    ) -> int:
-        """The place of the one that is chosen."""
-        settings = self._settings
-        lowest = min(costs)
-        best = costs.index(lowest)
+        if len(candidates) <= MOST_LOOKED_AT:
+            among = candidates
+            overlaps = self._index.overlaps(chain, now)
+            if self._exact is not None:
+                self._correct(overlaps, request, chain, among, now)
+        else:
+            some = self._many.some(candidates)
+            among = some.workers
+            overlaps = self._index.overlaps(chain, now, among)
+            if self._exact is not None:
+                self._correct(overlaps, request, chain, among, now)
+            if overlaps and (others := some.others(overlaps)):
+                among = (*among, *others)
+        costs = self._costs(chain.size, among, overlaps, now)
+        best = costs.index(min(costs))
         self._calls += 1
-        if settings.selection_temperature:
-            spread = settings.selection_temperature * max(chain.size, 1)
-            weights = [math.exp((lowest - cost) / spread) for cost in costs]
-            best = random.choices(range(len(among)), weights)[0]  # noqa: S311
+        if self._temperature:
+            best = self._any(chain, costs)
         elif not self._calls % _WARM_UP_EVERY and not self._decode and len(among) > 1:
             best = self._colder(among, overlaps, best)
-        load = among[best].load
-        if load > settings.balance_abs_threshold:
-            mean = sum(worker.load for worker in among) / len(among)
-            most = max(settings.balance_rel_threshold * mean, settings.balance_abs_threshold + mean)
-            if load > most:
-                places = [place for place, worker in enumerate(among) if worker.load <= most]
-                best = min(places, key=costs.__getitem__)
-        return best
+        chosen = among[best]
+        if chosen.load > self._most_legs:
+            best = self._balanced(among, costs, best)
+            chosen = among[best]
+        notes[self] = self._index.book(chain, overlaps.get(chosen, 0), chosen, now)
+        if limit == 1 or len(among) == 1:
+            return (chosen,)
+        order = sorted(range(len(among)), key=costs.__getitem__)  # of 16, a quarter of heapq.nsmallest's time
+        if order[0] != best:
+            order.remove(best)
+            order.insert(0, best)
+        return [among[place] for place in order[:limit]]
+
+    def _correct(
+        self, overlaps: dict[Worker, int], request: RequestView, chain: PromptChain, among: Sequence[Worker], now: float
+    ) -> None:
+        """What is known counts before what is guessed of how many bytes workers hold."""
+        assert self._exact is not None
+        known = self._exact.overlaps(request, among)
+        if known is None:
+            return
+        per_token = 0.0
+        for worker, tokens in known.items():
+            if tokens:
+                # Token ids in JSON are longer than text.
+                per_token = per_token or chain.size / max(1, request.prompt_tokens())
+                overlaps[worker] = min(chain.size, round(per_token * tokens))
+            elif worker in overlaps:
+                overlaps[worker] = 0
+        # No engine says what is only on its way to it.
+        for worker, size in self._index.promised(chain, now).items():
+            overlaps[worker] = max(overlaps.get(worker, 0), size)
+
+    def _costs(self, size: int, among: Sequence[Worker], overlaps: dict[Worker, int], now: float) -> list[float]:
+        """Of a prompt of ``size`` bytes."""
+        held: Mapping[Worker, float] = overlaps
+        if held and self._counts_less:
+            held = self._counted(size, among, overlaps)
+        if self._decode:
+            return decode_costs(among, held)
+        pace = self._done / self._took if self._took else 1.0
+        return prefill_costs(among, held, size, self._index.caches, pace=pace, growth=self._growth(now))
+
+    def _counted(self, size: int, among: Sequence[Worker], overlaps: Mapping[Worker, int]) -> Mapping[Worker, float]:
+        """What is held, as far as options let it count."""
+        settings = self._settings
+        if self._looks_at_usage and self._lopsided(among):
+            return {}
+        least, decay = settings.cache_threshold * size, settings.overlap_decay
+        return {worker: held / (1 + decay * worker.load) for worker, held in overlaps.items() if held >= least}
+
+    def _any(self, chain: PromptChain, costs: list[float]) -> int:
+        """The place of any, the more likely the less it costs."""
+        spread, lowest = self._temperature * max(chain.size, 1), min(costs)
+        weights = [math.exp((lowest - cost) / spread) for cost in costs]
+        return random.choices(range(len(costs)), weights)[0]  # noqa: S311
+
+    def _balanced(self, among: Sequence[Worker], costs: list[float], best: int) -> int:
+        """The same place, or that of another if that one has too much more to do than others."""
+        loads = [worker.load for worker in among]
+        mean = sum(loads) / len(loads)
+        most = max(self._settings.balance_rel_threshold * mean, self._most_legs + mean)
+        if loads[best] <= most:
+            return best
+        return min([place for place, load in enumerate(loads) if load <= most], key=costs.__getitem__)
 
     def _colder(self, among: Sequence[Worker], overlaps: Mapping[Worker, int], best: int) -> int:
         """The place of a worker that has had next to nothing of late, if there is one and it does not cost much."""
@@ -286,6 +279,7 @@ class CacheAwarePolicy(Policy):
             return
         took, done = now - booking.at, booking.ahead + _OVERHEAD
         cache.took, cache.done = cache.took * _REMEMBERED + took, cache.done * _REMEMBERED + done
+        cache.slowness = cache.took / cache.done
         share = 1 - (1 - _REMEMBERED) / len(self._index.caches)
         self._took, self._done = self._took * share + took, self._done * share + done
 
@@ -300,14 +294,15 @@ class CacheAwarePolicy(Policy):
             chain = notes[_CHAIN] = PromptChain(prompt, self._cuts, request.model)
         return chain  # type: ignore[return-value]
 
-    def _members(self, candidates: Sequence[Worker]) -> Collection[Worker]:
-        """The candidates as a set, which is the fleet's own tuple until something changes."""
-        found = self._sets.get(id(candidates))
-        if found is None or found[0] is not candidates:
-            if len(self._sets) >= _SETS:
-                self._sets.clear()
-            found = self._sets[id(candidates)] = (candidates, frozenset(candidates))
-        return found[1]
+    def _is_usual(self, room: float) -> None:
+        """An engine says that its cache keeps so many bytes: so may those of others that do not say it."""
+        if room != self._usual_room:
+            self._usual_room = room
+            for cache in self._index.caches.values():
+                self._fill(cache)
+
+    def _fill(self, cache: WorkerCache) -> None:
+        cache.filled = cache.recent / (cache.room if cache.room < math.inf else self._usual_room)
 
     def _growth(self, now: float) -> float:
         """What was put into a cache now counts for so many times as much as at the epoch: so nothing has to decay."""
@@ -316,12 +311,6 @@ class CacheAwarePolicy(Policy):
             shrunk = math.exp(-exponent)
             for cache in self._index.caches.values():
                 cache.recent *= shrunk
+                cache.filled *= shrunk
             self._epoch, exponent = now, 0.0
         return math.exp(exponent)
-
-
-def _neighbours(candidates: Sequence[Worker]) -> Sequence[Worker]:
-    """``SAMPLE`` of them that stand together, as likely at one place as at another (0.3 µs; random.sample takes 10)."""
-    start = int(random.random() * len(candidates))  # noqa: S311
-    found = candidates[start : start + SAMPLE]
-    return found if len(found) == SAMPLE else (*found, *candidates[: SAMPLE - len(found)])

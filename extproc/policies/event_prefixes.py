@@ -17,7 +17,7 @@ from extproc.workers.kv_events import Cleared, Event, Space
 from extproc.workers.worker import Worker
 
 _NOTE: Final = object()  # the key of what is kept with a request
-_MOST_GROUPS: Final = 64
+_MOST_GROUPS: Final = 2048  # in a large fleet policies look at some of the candidates, from any place on
 
 
 class _Group(NamedTuple):
@@ -90,7 +90,9 @@ class EventPrefixes:
                 whole[worker] = 0
             if holder.size:
                 sizes[holder.size] = sizes.get(holder.size, 0) | holder.bit
-        group = self._groups[id(candidates)] = _Group(candidates, whole, tuple(sizes.items()))
+        group = _Group(candidates, whole, tuple(sizes.items()))
+        if len(candidates) > 1:  # one is asked for as a tuple of its own each time
+            self._groups[id(candidates)] = group
         return group
 
     def _note(self, bits: int, tokens: int, found: dict[Worker, int]) -> None:

@@ -7,7 +7,7 @@ they are the same up to there. What follows the last cut is left out: the bracke
 there, which the conversation's next turn does not have at that place.
 
 Python's own hash is keyed anew in every process, so nobody can make prompts that are mistaken for each other; nothing
-of it leaves the process. (Measured: 55 µs for 220 KB, 0.3 µs for a chat of 300 bytes.)
+of it leaves the process. (Measured: 55 µs for 220 KB, 1.3 µs for 2 KB, 0.4 µs for a chat of 300 bytes.)
 """
 
 from __future__ import annotations
@@ -42,43 +42,24 @@ class Cuts:
 
 
 class PromptChain:
-    """The numbers of one prompt, made as far as somebody looks.
+    """The numbers of one prompt. Whoever is chosen for it is noted under all of them, so they are made at once.
 
     Attributes:
         size: of the prompt, in bytes.
-        count: how many cuts it has.
-        ends: where those are, and more.
-        made: the numbers made so far.
+        numbers: one for each cut that it has.
+        ends: where the cuts are, and more.
     """
 
-    __slots__ = ("_prompt", "count", "ends", "made", "size")
+    __slots__ = ("ends", "numbers", "size")
 
     def __init__(self, prompt: bytes, cuts: Cuts, kind: object = None) -> None:
         """``kind``: what else must be the same, such as the model."""
-        self._prompt = prompt
         self.size = len(prompt)
-        self.count = cuts.within(self.size)
+        count = cuts.within(self.size)
         self.ends: Sequence[int] = cuts.ends
-        self.made: list[int] = []
-        if self.count:
-            self.made.append(hash((kind, prompt[: self.ends[0]])))
-
-    def next(self) -> int:
-        """One more number; there must be one."""
-        made = self.made
-        done = len(made)
-        number = hash((made[-1], self._prompt[self.ends[done - 1] : self.ends[done]]))
-        made.append(number)
-        return number
-
-    def upto(self, count: int) -> list[int]:
-        """The first ``count`` numbers at least."""
-        made, ends, prompt = self.made, self.ends, self._prompt
-        done = len(made)
-        if done < count:
-            number, start = made[-1], ends[done - 1]
-            for end in ends[done:count]:
-                number = hash((number, prompt[start:end]))
-                made.append(number)
-                start = end
-        return made
+        self.numbers: list[int] = []
+        before, start = kind, 0
+        for end in cuts.ends[:count]:
+            before = hash((before, prompt[start:end]))
+            self.numbers.append(before)
+            start = end

@@ -10,7 +10,7 @@ import orjson
 
 from extproc.workers.kv_events import packed
 
-_FIRST: Final = 2048  # bytes of JSON that are read at first; twice as many each time
+_FIRST: Final = 512  # bytes of JSON that are read at first; twice as many each time
 _TOKEN_IDS: Final = re.compile(rb"\[[ \t\n\r]*\d")
 
 
@@ -19,15 +19,19 @@ class TokenPrompt:
 
     Args:
         raw: a JSON list of numbers, as :meth:`of` has seen.
+
+    Attributes:
+        blocks: what was made of it, by whoever makes that and under keys of theirs.
     """
 
-    __slots__ = ("_next", "_raw", "_read", "_step")
+    __slots__ = ("_next", "_raw", "_read", "_step", "blocks")
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
         self._next = 1  # of raw, behind the bracket
         self._step = _FIRST
         self._read = b""  # packed
+        self.blocks: dict[object, object] = {}
 
     @classmethod
     def of(cls, raw: bytes) -> TokenPrompt | None:

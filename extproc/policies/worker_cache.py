@@ -20,10 +20,12 @@ class WorkerCache:
         seen: when each was used last; only if that matters.
         pending: bytes that it does not hold and that are on their way.
         took, done: seconds and bytes of late, by which the policy reckons how fast the worker is.
+        slowness: one over the other; 0 while there are none.
         recent: what of the bytes put in is not long ago; the policy's to reckon.
+        filled: how often the cache is filled by them; the policy's, too.
     """
 
-    __slots__ = ("done", "kept", "pending", "recent", "room", "seen", "size", "took", "worker")
+    __slots__ = ("done", "filled", "kept", "pending", "recent", "room", "seen", "size", "slowness", "took", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -32,8 +34,8 @@ class WorkerCache:
         self.size = 0
         self.seen: dict[int, float] = {}
         self.pending = 0
-        self.recent = 0.0
-        self.took = self.done = 0.0
+        self.recent = self.filled = 0.0
+        self.took = self.done = self.slowness = 0.0
 
 
 class Booking:
