@@ -7,6 +7,7 @@ from fakes import mooncake, nixl, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.workers.index import Index
 from extproc.workers.pairing import PairingMode, may_pair, share_model
 from extproc.workers.pairs import Pairs
 from extproc.workers.worker import Role
@@ -133,3 +134,15 @@ def test_the_table_is_what_comparing_all_pairs_would_find(any_model, kinds, mode
     partnered = {w for pair in expected for w in pair}
     for side, others in ((table.usable_prefills, table.usable_decodes), (table.usable_decodes, table.usable_prefills)):
         assert {w.id for w in side if table.why_alone(w)} == ({w.id for w in side} - partnered if others else set())
+
+
+def test_models_that_nobody_serves_are_not_remembered():
+    workers = [worker(Role.PREFILL, 1), worker(Role.DECODE, 2)]
+    index = Index(lambda: workers, PairingMode.LENIENT)
+    for number in range(100):
+        assert not index.pairs(f"unknown-{number}").prefills
+    known = index.pairs("tiny")
+    assert index.pairs("tiny") is known
+    assert len(index._of_models) == 1
+    index.forget()
+    assert index.pairs("tiny") is not known
