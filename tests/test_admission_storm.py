@@ -118,7 +118,7 @@ class Storm(RuleBasedStateMachine):
         legs, placer = self.rig.gateway.legs, self.rig.gateway.placer
         taken = set()
         now = self.rig.clock.now()
-        for queue in sorted(legs._queues.values(), key=lambda queue: legs._urgency(queue, now)):
+        for queue in sorted(legs._queues.values(), key=lambda queue: legs._urgency(queue, now, classes=False)):
             seeking = queue.first.who
             workers = [w for role in (Role.PREFILL, Role.DECODE) for w in placer.usable(seeking._model, role)]
             full = {w for w in workers if not w.has_room(seeking._legs)}

@@ -245,7 +245,7 @@ class Session:
         finally:
             if self._entered:
                 self._entered = False
-                gateway.gate.leave(self.priority)
+                gateway.gate.leave(self.priority, self)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -255,6 +255,16 @@ class Session:
         self._flow()
         if self._complete:
             self._on_complete()
+
+    @property
+    def unanswered(self) -> bool:
+        """See Entrant."""
+        record = self.record
+        return not (self._answered or record.headed or record.status or record.ended)
+
+    def preempted(self, error: GatewayError) -> None:
+        """See Entrant."""
+        self.gateway.cut_short(self, error)
 
     def refused(self, error: GatewayError) -> None:
         """See Waits."""
@@ -305,7 +315,7 @@ class Session:
         gate = self.gateway.gate
         if gate.classed:
             self.priority = self.gateway.config.tenants.priority(head.fields)
-        if gate.enter(self.priority):
+        if gate.enter(self.priority, self):
             self._entered = True
             return
         waiter = gate.wait(self.priority, self)
