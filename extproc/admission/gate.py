@@ -6,8 +6,8 @@ of a class those that came first; who has waited as long as its class may starve
 
 A class may preempt: a request of it that comes when there is no slot for it has one of a lesser class ended that has
 not been answered yet, the least urgent and of those the newest, for which least has been done. It is one for one, and
-the slot is given to whose turn it is when that one has gone. Who was let in because it starved is not ended so: it would
-never be served.
+the slot is given to whose turn it is when that one has gone. Who was let in because it starved is not ended so, or it
+would never be served.
 """
 
 from __future__ import annotations

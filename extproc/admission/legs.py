@@ -50,10 +50,12 @@ class Seeker(Waits, Protocol):
     Attributes:
         priority: its class.
         need: two that are equal could have the same workers.
+        lone: room on one worker may be enough, whatever else lacks it.
     """
 
     priority: Priority
     need: Hashable
+    lone: bool
 
     def seek(self, without: Collection[Worker]) -> Role | None:
         """Take workers, but none of ``without``. None: this is settled, well or not; else which role lacks room."""
@@ -145,7 +147,9 @@ class LegQueue:
 
     def _matters(self, role: Role) -> bool:
         """Whether room on a worker of this role may help anybody: who has no prefill is not helped by a decode."""
-        return role is Role.PREFILL or any(queue.lacks is Role.DECODE for queue in self._queues.values())
+        if role is Role.PREFILL:
+            return True
+        return any(queue.lacks is Role.DECODE or queue.first.who.lone for queue in self._queues.values())
 
     def _check(self, lacks: Role) -> None:
         settings = self._settings

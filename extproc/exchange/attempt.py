@@ -378,7 +378,7 @@ class Attempt:
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
         part.decode = gateway.egress.send(headers, body, part)
         if self._session.promise:
-            self._session.use_room()
+            self._session.use_room(part.worker)
         part.turn = part.worker.begin(part.tokens)
 
     def _leg_id(self, part: _Part) -> bytes:

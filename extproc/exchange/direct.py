@@ -26,7 +26,7 @@ from extproc.exchange.progress import Watch
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
-from extproc.exchange.seats import pair_with_room
+from extproc.exchange.seats import pair_room
 from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
 from extproc.merge.parts import Joint, joint_of
@@ -321,7 +321,7 @@ class DirectCourse:
             self._decode = self._upstreams[0]
         decode = self._decode
         if session.promise:
-            session.use_room()
+            session.use_room(decode)
         self._turn = decode.begin(self._tokens)
         self._released = True
         body = self._body
@@ -407,12 +407,16 @@ class DirectCourse:
         pause = None if self._waives else max(0.0, self._due - session.gateway.clock.now())
         # Envoy ends a leg of which it has a head only when the client's answer has ended.
         stays = 200 <= self._status < 300
+        counts = stays and not (self._plan is not None and handoff.aborts(self._plan))  # else its engine ends it now
+        if not counts and not self._waives:  # then its room is the next leg's
+            self._give_decode_back()
+        afterwards = self._ended if counts else self._unpin if stays else _nothing
         try:
-            course.go_on(error, pause, asked=self._status != 0, afterwards=self._ended if stays else _nothing)
+            course.go_on(error, pause, asked=self._status != 0, ended=not counts, afterwards=afterwards)
         finally:
-            if stays:
-                self._released = False  # its load counts until then
-            else:
+            if counts:
+                self._released = False  # it is given back then
+            elif not stays:
                 self._unpin()
 
     def _ended(self) -> None:
@@ -589,7 +593,8 @@ class DirectCourse:
         assert attempts is not None
         assert handoff is not None
         try:
-            pair = pair_with_room(gateway.placer, self._request, taken, attempts.failed, self._prefill)
+            room = pair_room(self._request, taken)
+            pair = gateway.placer.pair(self._request, attempts.failed, self._prefill, room)
             alone = handoff.alone(self._request, pair.prefill)
             if alone is not None:
                 refuse_unknown(gateway, pair.prefill, alone)

@@ -56,12 +56,18 @@ class Policy(ABC):
         is the fleet's own tuple, the same object until something changes, or one made for this request.
         """
 
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: B027 - most keep nothing
+        """The last :meth:`rank` was of these, and nothing comes of it: it is as if it had not been asked."""
+
     def learn(self, request: RequestView, worker: Worker) -> None:  # noqa: B027 - most policies learn nothing
         """A leg of ``request`` on ``worker`` was answered as it should be: its KV cache has the prompt."""
 
-    def held(self, request: RequestView, worker: Worker) -> int:  # noqa: ARG002
-        """About how many tokens of the beginning of the prompt the KV cache of ``worker`` is known to hold."""
-        return 0
+    def held(self, request: RequestView, workers: Sequence[Worker]) -> Mapping[Worker, int]:  # noqa: ARG002
+        """About how many tokens of the beginning of the prompt the KV caches of ``workers`` are known to hold.
+
+        Others may be there, too; one that is not there holds none.
+        """
+        return {}
 
     def over(self, notes: dict[object, object]) -> None:  # noqa: B027
         """The request with these notes is over, however it ended: nothing of it is under way any more."""

@@ -38,6 +38,7 @@ class RoundRobinPolicy(Policy):
         self._turns: dict[int, _Turn] = {}  # by identity of the candidates
         self._chosen: dict[str, int] = {}  # when each was chosen last, in calls; by the id of a worker
         self._calls = 0
+        self._before = 0  # when the one that was chosen last had been chosen before that
 
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """The next candidate and those after it."""
@@ -47,12 +48,24 @@ class RoundRobinPolicy(Policy):
         start = turn.next
         turn.next = start + 1 if start + 1 < len(candidates) else 0
         turn.used = self._calls = self._calls + 1
-        self._chosen[candidates[start].id] = self._calls
+        first = candidates[start].id
+        self._before = self._chosen.get(first, 0)
+        self._chosen[first] = self._calls
         ranking = turn.rankings.get((start, limit))
         if ranking is None:
             turned = (*candidates[start:], *candidates[:start])
             ranking = turn.rankings[start, limit] = turned[:limit]
         return ranking
+
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: ARG002
+        """See Policy."""
+        turn = self._turns[id(candidates)]
+        turn.next = (turn.next or len(candidates)) - 1
+        first = candidates[turn.next].id
+        if self._before:
+            self._chosen[first] = self._before
+        else:
+            del self._chosen[first]
 
     def _begin(self, candidates: Sequence[Worker]) -> _Turn:
         """The turn of a set that was not seen before: it begins after the one of them that was chosen last."""
