@@ -69,6 +69,7 @@ class DirectCourse:
         "_pause",
         "_plan",
         "_prefill",
+        "_refusal",
         "_released",
         "_request",
         "_session",
@@ -110,6 +111,7 @@ class DirectCourse:
         self._timer: Handle | None = None
         self._status = 0  # of the decode's answer
         self._local_reply = ""  # the code of an answer that Envoy made up itself
+        self._refusal: AnswerHead | None = None  # of a decode, kept back
         self._released = False
         self._waives = False  # the decode is to do without the prefill that failed
         self._watch: Watch | None = None  # of an answer whose decode may yet wait for the prefill in vain
@@ -218,7 +220,11 @@ class DirectCourse:
             if self._leg is not None:
                 untold = self._leg.decode_failed(self._local_reply, status)
                 self._params = self._params or untold
-            self._fire(self._after_refusal(head))
+            if self._may_be_the_prefills(head):
+                self._refusal = head
+                self._fire(Event.DECODE_REFUSED_EARLY)
+            else:
+                self._fire(self._after_refusal(head))
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
         self._params = b""
@@ -354,6 +360,12 @@ class DirectCourse:
     def hold_head(self) -> None:
         """See Outside."""
         self._timer = self._session.gateway.clock.after(self._hold, lambda: self._fire(Event.HELD_ENOUGH))
+
+    def hold_refusal(self) -> None:
+        """See Outside."""
+        handoff = self._handoff
+        assert handoff is not None
+        self._timer = self._session.gateway.clock.after(handoff.blame, self._refused_enough)
 
     def linger(self) -> None:
         """See Outside."""
@@ -507,7 +519,7 @@ class DirectCourse:
         """What the failure of the prefill leg leads to."""
         config, handoff = self._session.gateway.config, self._handoff
         assert handoff is not None
-        released = self._state in (State.PARALLEL, State.HELD, State.DECODING) and config.retry_released
+        released = self._state in (State.PARALLEL, State.HELD, State.REFUSED, State.DECODING) and config.retry_released
         if not released and self._state is not State.PREFILLING:
             return Event.PREFILL_FAILED
         waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
@@ -521,9 +533,25 @@ class DirectCourse:
             return Event.PREFILL_WAIVED
         return Event.PREFILL_REPLACED if self._may_try_again(error, (prefill,)) else Event.PREFILL_FAILED
 
+    def _may_be_the_prefills(self, head: AnswerHead) -> bool:
+        """Whether a decode's error may come of its prefill's failure, which is not known yet."""
+        handoff = self._handoff
+        return (
+            head.status == 500
+            and head.code is None
+            and self._state is State.PARALLEL
+            and bool(handoff is not None and handoff.blame)
+        )
+
+    def _refused_enough(self) -> None:
+        head, self._refusal = self._refusal, None
+        self._timer = None
+        if head is not None and self._state is State.REFUSED:
+            self._fire(self._after_refusal(head))
+
     def _after_refusal(self, head: AnswerHead) -> Event:
         """What a decode's answer with an error status, or Envoy's in its place, leads to."""
-        if self._state not in (State.PARALLEL, State.DECODING):
+        if self._state not in (State.PARALLEL, State.REFUSED, State.DECODING):
             return Event.DECODE_REFUSED
         gateway, worker = self._session.gateway, self._decode
         error = head.error(worker)
