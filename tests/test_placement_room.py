@@ -219,3 +219,22 @@ async def test_an_overloaded_one_is_used_when_the_others_have_failed(rig: Rig) -
     await rig.add(Role.DECODE)
     rig.burden(other)
     assert rig.placer.pair(Asked(), (prefill,), room=ONE_LEG).prefill is other
+
+
+def test_a_full_worker_is_met_with_once_in_a_round():
+    """Else every request would pay for the look at all of them."""
+    prefills, decodes = fleet(4, 1, limit=None)
+    prefills[0].limit = 1
+    full(prefills[0])
+    placer = turns(*prefills, *decodes)
+    looks = []
+    on = Room.on
+
+    class Counting(Room):
+        def on(self, worker, legs=1):
+            looks.append(worker)
+            return on(self, worker, legs)
+
+    for _ in range(6):
+        placer.pair(Asked(), room=Counting())
+    assert looks.count(prefills[0]) == 2

@@ -36,9 +36,7 @@ def ranked(
     best = policy.rank(left, CANDIDATES, request)
     if room is None or room.on(best[0], legs):
         return best
-    policy.take_back(left, request)
-    left = tuple(worker for worker in left if room.on(worker, legs))
-    return policy.rank(left, CANDIDATES, request) if left else ()
+    return policy.pass_over(left, CANDIDATES, request, lambda worker: room.on(worker, legs))
 
 
 def nearest(

@@ -18,6 +18,7 @@ others have as many legs as they may is no reason to choose an overloaded one: a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from extproc.errors import GatewayError
@@ -105,9 +106,11 @@ class Placer:
             raise self._no_pair(pairs, request.model, without, like)
         policy = self._crowded if pairs.prefills_crowded else self._prefill
         prefill = policy.rank(prefills, 1, request)[0]
-        if room is not None and not room.on(prefill, 1 if room.legs is None else room.legs(prefill)):
-            policy.take_back(prefills, request)
-            return self._pair_with_room(pairs, prefills, without, request, room)
+        if room is not None and not _fits(room, prefill):
+            others = policy.pass_over(prefills, 1, request, partial(_fits, room))
+            if not others:
+                raise NoRoomError(Role.PREFILL)
+            prefill = others[0]
         pair = self._pair_of(prefill, pairs, without, request, room)
         if pair is None:
             assert room is not None
@@ -237,8 +240,10 @@ class Placer:
         ranked = policy.rank(candidates, CANDIDATES, request)
         if room is None or room.on(ranked[0]):
             return ranked
-        policy.take_back(candidates, request)
-        return policy.rank(room.among(candidates), CANDIDATES, request)
+        ranked = policy.pass_over(candidates, CANDIDATES, request, room.on)
+        if not ranked:
+            raise NoRoomError(candidates[0].role)
+        return ranked
 
     def _pairs(self, model: str | None, without: Collection[Worker], like: Worker | None) -> Pairs:
         """Those with the fewest overloaded workers among which there is one."""
@@ -320,6 +325,10 @@ class Placer:
 def _shed(role: Role) -> GatewayError:
     message = f"All {role.value} workers that could take the request are overloaded"
     return GatewayError("worker_overload_protection_shed", message, retry_after=_RETRY_AFTER)
+
+
+def _fits(room: Room, prefill: Worker) -> bool:
+    return room.on(prefill, 1 if room.legs is None else room.legs(prefill))
 
 
 def _prefills(pairs: Pairs, without: Collection[Worker], like: Worker | None) -> Sequence[Worker]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from extproc.workers.worker import Worker
@@ -58,6 +58,17 @@ class Policy(ABC):
 
     def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: B027 - most keep nothing
         """The last :meth:`rank` was of these, and nothing comes of it: it is as if it had not been asked."""
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """The same as the last :meth:`rank`, whose first does not fit, but of those that do; it counts instead of that.
+
+        Nobody, and nothing counts, where none fits.
+        """
+        self.take_back(candidates, request)
+        left = tuple(worker for worker in candidates if fits(worker))
+        return self.rank(left, limit, request) if left else ()
 
     def learn(self, request: RequestView, worker: Worker) -> None:  # noqa: B027 - most policies learn nothing
         """A leg of ``request`` on ``worker`` was answered as it should be: its KV cache has the prompt."""

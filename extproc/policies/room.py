@@ -1,13 +1,13 @@
 """Which workers have room for the legs of a request.
 
 A policy is asked among all candidates first, as if there were room everywhere, which mostly there is. Where its choice
-has none, that choice is taken back, so that nobody's turn is used up by it and nothing is learnt of it, and the policy
-is asked among those that have room.
+has none, that choice is taken back, so that nobody's turn is used up by it and nothing is learnt of it, and those that
+have room are chosen among.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 from extproc.workers.worker import Role, Worker
@@ -39,17 +39,6 @@ class Room:
     def on(self, worker: Worker, legs: int = 1) -> bool:
         """Whether so many legs may go to ``worker`` now."""
         return (worker.limit is None or worker.has_room(legs)) and worker not in self.taken
-
-    def among(self, workers: Sequence[Worker]) -> Sequence[Worker]:
-        """Those to which one leg may go.
-
-        Raises:
-            NoRoomError: it may go to none of them.
-        """
-        found = tuple(worker for worker in workers if self.on(worker))
-        if not found:
-            raise NoRoomError(workers[0].role)
-        return found
 
 
 ONE_LEG: Final = Room()
