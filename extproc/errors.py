@@ -44,6 +44,7 @@ CATALOGUE = _catalogue(
     Fault("admission_queue_timeout", 503, "it has waited for `--queue-timeout-secs`", retryable=True),
     Fault("scheduler_queue_full", 429, "`--priority-scheduler-enabled`: too many of its class wait", retryable=True),
     Fault("scheduler_queue_timeout", 503, "the same: it has waited as long as its class may", retryable=True),
+    Fault("scheduler_preempted", 503, "the same: a more urgent request has taken its place", retryable=True),
     Fault("pd_prefill_queue_full", 429, "no prefill worker has room, `--prefill-queue-size` wait", retryable=True),
     Fault("pd_prefill_queue_timeout", 503, "it has waited for `--prefill-queue-timeout-secs`", retryable=True),
     Fault(
@@ -158,6 +159,8 @@ class GatewayError(Exception):
         ]
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+        if self.fault.code == "scheduler_preempted":
+            headers.append((b"x-smg-preempted", b"true"))  # the peer's, to tell it from an overload
         if self.retry_after is not None:
             value = self.retry_after if isinstance(self.retry_after, bytes) else b"%d" % self.retry_after
             headers.append((b"retry-after", value))

@@ -244,7 +244,7 @@ class Settings(PolicySettings):
     prefill_queue_timeout_secs: Annotated[Grace | None, Option(
         Group.ADMISSION, "longest time that one may wait for it", "SECONDS", "60")] = None
     pd_admission_wait_secs: Annotated[Grace, Option(
-        Group.ADMISSION, "longest wait for a decode worker below its engine's running limit", "SECONDS")] = 30
+        Group.ADMISSION, "wait for a decode below its engine's running limit; 0: 503 at once", "SECONDS")] = 30
 
     on_prefill_failure: Annotated[OnPrefillFailure, Option(
         Group.FAILURES, "retry on another pair, decode-only or fail", "NAME")] = OnPrefillFailure.RETRY

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from statistics import median
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ async def test_a_storm_of_ten_times_what_fits(engines: type[Product], where: str
     count = 10 * AT_ONCE
     async with engines(prefills=2, decodes=2, **settings) as product:
         for mock in product.prefills:
-            mock.fail(Fault(delay_first_token=0.02))
+            mock.fail(Fault(delay_first_token=0.1))
         peak = Peak(product)
         exchanges = [await opened(product, number) for number in range(count)]
         replies = await answers(exchanges)
@@ -99,6 +100,112 @@ async def test_a_storm_of_ten_times_what_fits(engines: type[Product], where: str
         assert (product.gateway.gate.in_flight, queued(product)) == (0, 0)
         # What was admitted is served as if nobody waited: a worker never had more than it may.
         assert all(record.code == "" and record.attempts == 1 for record in product.records.all)
+
+
+@pytest.mark.parametrize("engines", [Product, VllmProduct])
+@pytest.mark.parametrize("where", ["gate", "prefill"])
+async def test_a_storm_in_which_every_third_client_leaves_while_it_waits(engines: type[Product], where: str):
+    settings: dict[str, Any] = (
+        {"max_concurrent_requests": AT_ONCE, "queue_size": 200}
+        if where == "gate"
+        else {"prefill_max_inflight_requests_per_worker": LEGS, "prefill_queue_size": 200}
+    )
+    count = 10 * AT_ONCE
+    async with engines(prefills=2, decodes=2, **settings) as product:
+        for mock in product.prefills:
+            mock.fail(Fault(delay_first_token=0.1))
+        peak = Peak(product)
+        stay, left = [], set()
+        for number in range(count):
+            exchange = await opened(product, number)
+            if number % 3 == 2 and queued(product):
+                exchange.reset()
+                left.add(f"r{number}")
+            else:
+                stay.append(exchange)
+        assert left
+        replies = await answers(stay)
+        await product.settled()
+        await peak.end()
+        assert [reply.status for reply in replies] == [200] * len(stay)
+        served = [record for record in product.records.all if record.status]
+        assert len(served) == len(stay)
+        order = sent_in_order(served)
+        assert order == sorted(order, key=lambda name: int(name[1:]))
+        # Some may have been let in before it was seen that they have left; none of those that had not, has a leg.
+        gone = [record for record in product.records.all if not record.status]
+        assert {record.request_id.decode() for record in gone} == left
+        assert sum(len(mock.legs) for mock in product.prefills) == len(served) + sum(r.sent > 0 for r in gone)
+        assert peak.slots <= AT_ONCE or where == "prefill"
+        assert peak.legs <= (LEGS if where == "prefill" else AT_ONCE)
+        assert (product.gateway.gate.in_flight, queued(product), product.load) == (0, 0, {})
+        # Who is let in last is served as fast as who was let in first.
+        served.sort(key=lambda record: record.sent)
+        took = [record.ended - record.sent for record in served]
+        early, late = median(took[: len(took) // 2]), median(took[len(took) // 2 :])
+        assert late < 3 * early + 0.1
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "gate": ({"max_concurrent_requests": 1, "queue_size": 1}, 429, "admission_queue_full"),
+    "gate, too long": (
+        {"max_concurrent_requests": 1, "queue_timeout_secs": 0.2, "queue_size": 50},
+        503,
+        "admission_queue_timeout",
+    ),
+    "rate": ({"rate_limit_tokens_per_second": 1, "queue_size": 0}, 429, "rate_limit_exceeded"),
+    "prefill": (
+        {"prefill_max_inflight_requests_per_worker": 1, "prefill_queue_size": 1},
+        429,
+        "pd_prefill_queue_full",
+    ),
+    "prefill, too long": (
+        {"prefill_max_inflight_requests_per_worker": 1, "prefill_queue_timeout_secs": 0.2},
+        503,
+        "pd_prefill_queue_timeout",
+    ),
+    "decode": ({"pd_admission_wait_secs": 0}, 503, "worker_overload_protection_shed"),
+    "decode, too long": ({"pd_admission_wait_secs": 0.2}, 503, "worker_overload_protection_shed"),
+}
+
+
+@pytest.mark.parametrize("engines", [Product, VllmProduct])
+@pytest.mark.parametrize("which", REFUSALS)
+async def test_every_refusal_says_when_to_come_again(engines: type[Product], which: str):
+    settings, status, code = REFUSALS[which]
+    async with engines(disable_load_monitoring=True, **settings) as product:
+        if which.startswith("decode"):
+            for mock in product.decodes:
+                product.worker(mock).limit = 1
+        product.prefill.fail(Fault(delay_first_token=1.0))
+        replies = await answers([await opened(product, number) for number in range(10)])
+        refused = [reply for reply in replies if reply.status != 200]
+        assert refused
+        assert len(refused) < len(replies)
+        for reply in refused:
+            assert (reply.status, reply.header("x-pd-error-code")) == (status, code)
+            assert 1 <= int(reply.header("retry-after") or 0) <= 60
+            assert json.loads(reply.body)["error"]["code"] == code
+        await product.settled()
+        assert (product.gateway.gate.in_flight, queued(product), product.load) == (0, 0, {})
+
+
+@pytest.mark.parametrize("engines", [Product, VllmProduct])
+async def test_an_urgent_request_takes_the_place_of_one_that_has_no_answer_yet(engines: type[Product]):
+    bulk, urgent = [("x-smg-priority", "bulk")], [("x-smg-priority", "interactive")]
+    async with engines(max_concurrent_requests=1, priority_scheduler_enabled=True) as product:
+        product.prefill.fail(Fault(delay_first_token=60), times=1)
+        first = await product.client.open(PATH, CHAT, bulk)
+        await product.prefill.received(1)
+        second = await product.client.open(PATH, CHAT, urgent)
+        (preempted,) = await answers([first])
+        assert (preempted.status, preempted.header("x-pd-error-code")) == (503, "scheduler_preempted")
+        assert (preempted.header("x-smg-preempted"), preempted.header("retry-after")) == ("true", "1")
+        (served,) = await answers([second])
+        assert served.status == 200
+        await product.settled()
+        assert product.gateway.gate.in_flight == 0
+        assert [record.code for record in product.records.all] == ["scheduler_preempted", ""]
 
 
 async def test_clients_that_leave_while_they_wait():
@@ -160,10 +267,18 @@ async def test_one_too_many_is_told_so_before_it_has_sent_its_body():
         await product.settled()
 
 
-@pytest.mark.parametrize("where", ["gate", "prefill"])
-async def test_a_gateway_that_stops_turns_those_away_that_wait(where: str):
-    settings = {"max_concurrent_requests": 1} if where == "gate" else {"prefill_max_inflight_requests_per_worker": 1}
-    async with Product(shutdown_grace_period_secs=60, **settings) as product:
+@pytest.mark.parametrize("engines", [Product, VllmProduct])
+@pytest.mark.parametrize("where", ["gate", "prefill", "decode"])
+async def test_a_gateway_that_stops_turns_those_away_that_wait(engines: type[Product], where: str):
+    limits: dict[str, dict[str, Any]] = {
+        "gate": {"max_concurrent_requests": 1},
+        "prefill": {"prefill_max_inflight_requests_per_worker": 1},
+        "decode": {"disable_load_monitoring": True, "decodes": 1},
+    }
+    settings = limits[where]
+    async with engines(shutdown_grace_period_secs=60, **settings) as product:
+        if where == "decode":
+            product.worker(product.decode).limit = 1
         product.prefill.fail(Fault(delay_first_token=0.5))
         first, *others = [await opened(product, number) for number in range(4)]
         await soon(lambda: queued(product) == 3, "they do not wait")

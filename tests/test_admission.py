@@ -335,6 +335,30 @@ def test_classes_hold_for_workers_as_well():
     rig.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_no_class_is_told_no_while_more_urgent_ones_keep_coming(role):
+    """A worker that serves one every 5 s, and a more urgent one always there: a bulk one would wait for ever."""
+    limits = {"limit": 1} if role is Role.PREFILL else {"limit": None, "decode": 1}
+    rig = limited(*PAIR(), gate=GateSettings(classes=CLASSES), **limits)
+    urgent = [("x-smg-priority", "interactive")]
+    inside = rig.post(CHAT, BODY, headers=urgent)
+    bulk = rig.post(CHAT, BODY, headers=[("x-smg-priority", "bulk")])
+    for _ in range(9):
+        waiting = rig.post(CHAT, BODY, headers=urgent)
+        rig.clock.advance(5)
+        inside.close()
+        settle(rig)
+        inside = waiting if waiting.call.take() else bulk
+        if inside is bulk:
+            break
+    assert rig.clock.now() - 100.0 <= (30 if role is Role.PREFILL else 15)
+    assert bulk.call.take()
+    for client in (bulk, waiting):
+        client.close()
+    rig.clock.advance(10)
+    rig.assert_nothing_is_left()
+
+
 def test_a_new_worker_serves_those_that_wait():
     rig = limited(*PAIR())
     first, second = rig.post(CHAT, BODY), rig.post(CHAT, BODY)

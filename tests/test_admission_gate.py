@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -28,8 +29,9 @@ class Entrant:
         self.priority = priority
         self.log = [] if log is None else log
         self.error = None
+        self.answered = False  # its client has heard something
         self.seconds = None
-        self.inside = gate.enter(priority)
+        self.inside = gate.enter(priority, self)
         self.waiter = None
         if not self.inside:
             self.waiter = gate.wait(priority, self)
@@ -49,10 +51,18 @@ class Entrant:
         assert not self.inside
         self.error = error
 
+    @property
+    def unanswered(self):
+        return self.inside and not self.answered
+
+    def preempted(self, error):
+        assert self.unanswered
+        self.error = error
+
     def leave(self):
         assert self.inside
         self.inside = False
-        self.gate.leave(self.priority)
+        self.gate.leave(self.priority, self)
 
     @property
     def waits(self):
@@ -152,7 +162,7 @@ def test_one_that_breaks_does_not_keep_the_others():
     broken.admitted = break_
     first.leave()
     assert one.in_flight == 1  # it has its slot, which its end gives back
-    one.leave(DEFAULT)
+    one.leave(DEFAULT, broken)
     assert last.inside
 
 
@@ -216,8 +226,8 @@ def test_the_timer_of_the_rate_ends_with_the_queue():
 
 def test_the_classes_are_the_peers():
     assert {
-        SYSTEM: ClassRules(32, 0.0, 64, 30, 5),
-        INTERACTIVE: ClassRules(128, 0.25, 256, 30, 5),
+        SYSTEM: ClassRules(32, 0.0, 64, 30, 5, preempts=True),
+        INTERACTIVE: ClassRules(128, 0.25, 256, 30, 5, preempts=True),
         DEFAULT: ClassRules(0, 0.10, 512, 60, 30),
         BULK: ClassRules(0, 0.0, 1024, 300, 120),
     } == CLASSES
@@ -293,11 +303,86 @@ def test_each_class_has_its_own_queue_and_time():
     assert other.waits
 
 
+# -- preemption ---------------------------------------------------------------------------------------------------
+
+NONE_KEPT = {priority: replace(rules, floor=0, share=0.0) for priority, rules in CLASSES.items()}
+
+
+def test_an_urgent_request_has_the_newest_of_the_least_urgent_ended():
+    one, log = gate(4, classes=NONE_KEPT), []
+    default, old, new = Entrant(one, DEFAULT), Entrant(one, BULK), Entrant(one, BULK)
+    Entrant(one, SYSTEM)
+    urgent = Entrant(one, INTERACTIVE, log)
+    assert (new.error.fault.code, new.error.status, new.error.retry_after) == ("scheduler_preempted", 503, 1)
+    assert (b"x-smg-preempted", b"true") in new.error.headers
+    assert (default.error, old.error) == (None, None)
+    assert urgent.waits  # until that one has gone
+    new.leave()
+    assert log == [urgent]
+
+
+def test_one_that_was_answered_is_left_alone():
+    one = gate(2, classes=NONE_KEPT)
+    old, new = Entrant(one, BULK), Entrant(one, BULK)
+    new.answered = True
+    Entrant(one, SYSTEM)
+    assert new.error is None
+    assert old.error is not None
+    assert Entrant(one, SYSTEM).waits  # there is nobody any more
+
+
+@pytest.mark.parametrize(("has", "comes"), [(BULK, DEFAULT), (INTERACTIVE, INTERACTIVE), (SYSTEM, INTERACTIVE)])
+def test_who_is_not_urgent_or_not_more_urgent_preempts_nobody(has, comes):
+    one = gate(1, classes=NONE_KEPT)
+    inside = Entrant(one, has)
+    assert Entrant(one, comes).waits
+    assert inside.error is None
+
+
+def test_one_for_one_and_nobody_for_one_that_is_refused():
+    one = gate(3, classes=NONE_KEPT | {SYSTEM: ClassRules(0, 0.0, 2, 30.0, 5.0, preempts=True)})
+    bulk = [Entrant(one, BULK) for _ in range(3)]
+    for _ in range(2):
+        Entrant(one, SYSTEM)
+    with pytest.raises(GatewayError):
+        Entrant(one, SYSTEM)
+    assert sum(each.error is not None for each in bulk) == 2
+
+
+def test_nobody_is_preempted_where_a_token_is_what_lacks():
+    clock = FakeClock()
+    one = gate(2, clock, classes=NONE_KEPT, rate=1.0, burst=2)
+    bulk = [Entrant(one, BULK) for _ in range(2)]
+    assert Entrant(one, SYSTEM).waits
+    assert [each.error for each in bulk] == [None, None]
+
+
+def test_who_has_starved_is_not_preempted():
+    clock = FakeClock()
+    one = gate(2, clock, classes=NONE_KEPT)
+    first, second = Entrant(one, SYSTEM), Entrant(one, SYSTEM)
+    starving = Entrant(one, BULK)
+    clock.advance(CLASSES[BULK].starvation)
+    first.leave()
+    assert starving.inside
+    assert Entrant(one, SYSTEM).waits
+    assert starving.error is None
+    second.leave()
+
+
+def test_one_that_ends_at_once_makes_room_at_once():
+    one, log = gate(1, classes=NONE_KEPT), []
+    bulk = Entrant(one, BULK)
+    bulk.preempted = lambda _: bulk.leave()
+    urgent = Entrant(one, SYSTEM, log)
+    assert log == [urgent]
+
+
 # -- whatever happens ---------------------------------------------------------------------------------------------
 
 SMALL = {
-    SYSTEM: ClassRules(1, 0.0, 3, 20.0, 5.0),
-    INTERACTIVE: ClassRules(1, 0.3, 3, 20.0, 5.0),
+    SYSTEM: ClassRules(1, 0.0, 3, 20.0, 5.0, preempts=True),
+    INTERACTIVE: ClassRules(1, 0.3, 3, 20.0, 5.0, preempts=True),
     DEFAULT: ClassRules(0, 0.1, 4, 30.0, 10.0),
     BULK: ClassRules(0, 0.0, 5, 60.0, 20.0),
 }
@@ -334,6 +419,12 @@ class Storm(RuleBasedStateMachine):
         inside = [each for each in self.made if each.inside]
         inside[which % len(inside)].leave()
 
+    @precondition(lambda self: any(each.inside for each in self.made))
+    @rule(which=st.integers(0, 99))
+    def answer(self, which):
+        inside = [each for each in self.made if each.inside]
+        inside[which % len(inside)].answered = True
+
     @precondition(lambda self: any(each.waits for each in self.made))
     @rule(which=st.integers(0, 99))
     def give_up(self, which):
@@ -359,6 +450,12 @@ class Storm(RuleBasedStateMachine):
         waiting = [each for each in self.made if each.waits]
         assert self.gate.queued == len(waiting)
         assert all(self.gate.queued_of(p) == sum(e.priority is p for e in waiting) for p in self.gate.priorities)
+
+    @invariant()
+    def nobody_is_kept_who_could_be_preempted_no_more(self):
+        if hasattr(self, "gate"):
+            for priority, held in self.gate._preemptible.items():
+                assert all(each.inside and each.priority is priority and each.error is None for each in held)
 
     @invariant()
     def nobody_waits_for_a_slot_that_is_free(self):

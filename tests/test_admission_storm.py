@@ -118,12 +118,15 @@ class Storm(RuleBasedStateMachine):
         legs, placer = self.rig.gateway.legs, self.rig.gateway.placer
         taken = set()
         now = self.rig.clock.now()
-        for queue in sorted(legs._queues.values(), key=lambda queue: legs._urgency(queue, now)):
+        for queue in sorted(legs._queues.values(), key=lambda queue: legs._urgency(queue, now, classes=False)):
             seeking = queue.first.who
             workers = [w for role in (Role.PREFILL, Role.DECODE) for w in placer.usable(seeking._model, role)]
             full = {w for w in workers if not w.has_room(seeking._legs)}
             failed = seeking.need[1] if isinstance(seeking.need[1], tuple) else ()
-            like = seeking.need[2] if len(seeking.need) == 3 else None
+            like = seeking.need[2]
+            if isinstance(like, Role):  # one worker is enough
+                assert all(w in full or w in taken for w in workers if w.role is like), queue.key
+                continue
             assert not placer.has_pair(seeking._model, {*full, *failed, *taken}, like), queue.key
             taken.update(seeking.claims())
 

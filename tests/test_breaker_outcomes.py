@@ -4,6 +4,7 @@ import pytest
 from fakes import Rig, nixl, released
 
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
+from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.transport.interface import Lost
 from extproc.workers.breaker import Breaker, BreakerSettings, BreakerState
 from extproc.workers.worker import Status
@@ -137,6 +138,7 @@ def test_a_decode_that_fails_is_not_its_prefills_fault():
     rig = lone()
     client = rig.post(CHAT, BODY)
     client.decode_head(500, headers=[("x-pd-upstream", "127.0.0.1:11")])
+    rig.clock.advance(HOLD_SECONDS)
     client.close()
     assert heard(rig) == {11: "f"}
 
@@ -258,6 +260,7 @@ def test_a_relayed_decode_that_refuses():
     rig = lone()
     client, _, decodes = relayed(rig)
     decodes[0].answer(500, headers=[(b"x-pd-upstream", b"127.0.0.1:11")])
+    rig.clock.advance(HOLD_SECONDS)
     client.close()
     assert heard(rig) == {11: "f"}
     rig.assert_nothing_is_left()

@@ -1,5 +1,6 @@
 """cache_aware: prompts go where their beginnings are, as long as that hurts nobody."""
 
+import json
 import random
 from collections import Counter
 
@@ -8,6 +9,8 @@ from fakes import Asked, FakeFleet, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.apis.request import InferenceRequest
+from extproc.apis.table import COMPLETIONS
 from extproc.policies.cache_aware import MOST_LOOKED_AT, CacheAwarePolicy
 from extproc.policies.cache_options import CacheAwareSettings, CacheIndex
 from extproc.policies.names import PolicyName
@@ -96,14 +99,37 @@ def test_prompts_too_short_to_tell_apart_are_spread():
     assert max(served.values()) - min(served.values()) <= 2
 
 
+def held(policy, worker, prompt, **fields):
+    """How many tokens of ``prompt`` the policy takes a worker to hold."""
+    fields.setdefault("tokens", len(prompt) // 4)
+    asked = Asked(prompt=prompt, **fields)
+    return policy.held(asked, (worker,)).get(worker, 0)
+
+
 def test_models_and_what_stands_before_the_prompt_are_apart():
     rig = Rig()
     prompt = text(3000)
     rig.served(prompt, model="small", context=b"tools")
-    asked = Asked(prompt=prompt, model="small", context=b"tools")
-    assert max(rig.policy.held(asked, each) for each in rig.workers) == 751
-    for other in (Asked(prompt=prompt, model="large", context=b"tools"), Asked(prompt=prompt, model="small")):
-        assert not any(rig.policy.held(other, each) for each in rig.workers)
+    same = {"model": "small", "context": b"tools"}
+    assert max(held(rig.policy, each, prompt, **same) for each in rig.workers) == 750
+    for other in ({"model": "large", "context": b"tools"}, {"model": "small"}):
+        assert not any(held(rig.policy, each, prompt, **other) for each in rig.workers)
+
+
+@pytest.mark.parametrize("digits", [1, 5])
+def test_token_ids_are_counted_and_not_their_bytes(digits):
+    """Ids in JSON have 2 to 7 bytes, of which a guess by bytes would make another number of tokens."""
+    rig = Rig(count=1)
+    (only,) = rig.workers
+    ids = [10**digits - 1 - place % 9 for place in range(4000)]
+    begun = json.dumps(ids).encode()
+    request = InferenceRequest.read(COMPLETIONS, b'{"model": "tiny", "prompt": %b}' % begun)
+    rig.policy.rank(rig.workers, 1, request)
+    rig.policy.learn(request, only)
+    longer = json.dumps([*ids, *ids[:2000]]).encode()
+    for prompt, tokens in ((begun, 4000), (longer, 4000)):
+        asked = InferenceRequest.read(COMPLETIONS, b'{"model": "tiny", "prompt": %b}' % prompt)
+        assert rig.policy.held(asked, (only,))[only] == pytest.approx(tokens, rel=0.07)
 
 
 def test_affinity_is_learned_from_what_was_answered_only():
@@ -112,11 +138,11 @@ def test_affinity_is_learned_from_what_was_answered_only():
     asked, first = rig.sent(prompt)
     first.end(0, asked.tokens)
     rig.policy.over(asked.notes)  # it failed, for good
-    assert not any(rig.policy.held(Asked(prompt=prompt), each) for each in rig.workers)
+    assert not any(held(rig.policy, each, prompt) for each in rig.workers)
     asked, chosen = rig.sent(prompt)
-    assert not any(rig.policy.held(Asked(prompt=prompt + b"!"), each) for each in rig.workers if each is not chosen)
+    assert not any(held(rig.policy, each, prompt + b"!") for each in rig.workers if each is not chosen)
     rig.answered(asked, chosen)
-    assert rig.policy.held(Asked(prompt=prompt), chosen) == 750
+    assert held(rig.policy, chosen, prompt) == 750
 
 
 def test_requests_of_one_new_beginning_that_come_together_follow_the_first():
@@ -243,7 +269,7 @@ def test_a_worker_that_is_another_process_holds_nothing():
     prompt = text(3000)
     holder = rig.served(prompt)
     rig.policy.forget(holder)
-    assert not rig.policy.held(Asked(prompt=prompt), holder)
+    assert not held(rig.policy, holder, prompt)
 
 
 def test_an_answer_of_a_process_that_was_forgotten_meanwhile_is_taken():
@@ -335,16 +361,16 @@ def test_what_an_engine_has_no_room_for_is_lost():
     usage(only, 0.5, tokens=1500)
     rig.served(text(6000, 1))
     rig.served(text(6000, 2))
-    assert not rig.policy.held(Asked(prompt=text(6000, 1)), only)
-    assert rig.policy.held(Asked(prompt=text(6000, 2)), only)
+    assert not held(rig.policy, only, text(6000, 1))
+    assert held(rig.policy, only, text(6000, 2))
 
 
 def test_by_the_hash_index_what_is_known_is_so_for_a_time():
     rig = Rig(count=1, cache_index=CacheIndex.HASH, cache_ttl_secs=10, cache_boundaries=(100, 400))
     rig.served(text(3000))
-    assert rig.policy.held(Asked(prompt=text(3000)[:1000] + text(2000, 1)), rig.workers[0]) == 100
+    assert held(rig.policy, rig.workers[0], text(3000)[:1000] + text(2000, 1)) == 100
     rig.clock.now += 20
-    assert not rig.policy.held(Asked(prompt=text(3000)), rig.workers[0])
+    assert not held(rig.policy, rig.workers[0], text(3000))
 
 
 class Exact:
@@ -398,7 +424,7 @@ def test_what_is_known_by_events_alone_counts():
 def test_a_request_that_was_only_placed_is_not_held():
     rig = Rig(role=Role.DECODE)
     asked, (chosen,) = rig.rank(text(8000))
-    assert rig.policy.held(asked, chosen) == 0
+    assert not rig.policy.held(asked, (chosen,))
 
 
 # -- laid over, and let go ---------------------------------------------------------------------------------------------
@@ -411,9 +437,9 @@ def test_what_is_laid_over_it_asks_it_and_tells_it(over):
     asked = Asked(prompt=text(3000), tokens=750, fields={"x-smg-routing-key": b"a"})
     chosen = policy.rank(workers, 1, asked)[0]
     policy.learn(asked, chosen)
-    assert policy.held(Asked(prompt=text(3000)), chosen) == 750
+    assert held(policy, chosen, text(3000)) == 750
     policy.forget(chosen)
-    assert policy.held(Asked(prompt=text(3000)), chosen) == 0
+    assert held(policy, chosen, text(3000)) == 0
 
 
 def test_a_request_that_is_over_is_not_on_its_way_any_more():

@@ -34,8 +34,8 @@ class Knowing(RoundRobinPolicy):
         super().__init__()
         self.tokens = {int(port.removeprefix("at_")): tokens for port, tokens in held.items()}
 
-    def held(self, request, worker):  # noqa: ARG002
-        return self.tokens[worker.url.port]
+    def held(self, request, workers):  # noqa: ARG002
+        return {worker: self.tokens[worker.url.port] for worker in workers}
 
 
 def conditional(*workers, at_11=0, at_12=0, **config):
@@ -172,18 +172,116 @@ def test_another_decode_worker_when_the_first_one_fails():
 # -- cached prompts ---------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_of_which_the_decode_has_most():
-    rig = conditional(at_11=8, at_12=4, min_uncached_tokens=4)
+def test_a_prompt_of_which_a_decode_has_most_goes_there():
+    rig = conditional(at_11=4, at_12=8, min_uncached_tokens=4)
+    for _ in range(2):
+        client = rig.post(PATH, LONG)
+        body, _, destinations = released(client)
+        assert json.loads(body) == LONG
+        assert destinations == ["127.0.0.1:12"]
+        record = end(rig, client)
+        assert record.kv == "local"
+        assert record.note == (
+            "about 10 prompt tokens, 8 of them cached: fewer to compute than --pd-min-uncached-tokens"
+        )
+
+
+def test_of_several_that_have_most_each_has_its_turn():
+    rig = conditional(at_11=9, at_12=8, min_uncached_tokens=4)
+    seen = []
+    for _ in range(4):
+        client = rig.post(PATH, LONG)
+        seen.append(released(client)[2][0])
+        end(rig, client)
+    assert seen == ["127.0.0.1:11", "127.0.0.1:12"] * 2
+
+
+def test_one_that_no_decode_has_enough_of_goes_to_a_pair():
+    rig = conditional(at_11=6, at_12=5, min_uncached_tokens=4)
     client = rig.post(PATH, LONG)
-    assert json.loads(released(client)[0]) == LONG
-    record = end(rig, client)
-    assert record.kv == "local"
-    assert record.note == ("about 10 prompt tokens, 8 of them cached: fewer to compute than --pd-min-uncached-tokens")
-    client = rig.post(PATH, LONG)  # on the other, which has 4 of them
     (leg,) = rig.egress.out_at("prefill")
     leg.answer()
     released(client)
     assert end(rig, client).handoff == "nixl"
+
+
+# -- room ---------------------------------------------------------------------------------------------------------
+
+
+def limited(*, prefill=None, decode=None, **config):
+    rig = conditional(*nixl((1,), (11,)), **config)
+    rig.workers[0].limit, rig.workers[1].limit = prefill, decode
+    return rig
+
+
+CACHED = LONG | {"prompt": [2] * 10}  # of which a worker has most, where LONG is of another kind
+
+
+@pytest.mark.parametrize("config", [{"min_prompt_tokens": 10}, {"min_uncached_tokens": 4, "at_11": 8}])
+def test_who_needs_no_prefill_waits_for_none(config):
+    """Nor behind those that do: its decode worker has room, and the prefill worker has none."""
+    rig = limited(prefill=1, **config)
+    body = SHORT if "min_prompt_tokens" in config else CACHED
+    policy = rig.gateway.placer._decode
+    known, policy.tokens = policy.tokens, {11: 0}
+    first, behind = rig.post(PATH, LONG), rig.post(PATH, LONG)
+    assert len(rig.egress.out_at("prefill")) == 1
+    policy.tokens = known
+    lone = rig.post(PATH, body)
+    assert json.loads(released(lone)[0]) == body
+    for client in (first, behind, lone):
+        client.close()
+    rig.clock.advance(1)
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("config", [{"min_prompt_tokens": 10}, {"min_uncached_tokens": 4, "at_11": 8}])
+def test_a_lone_decode_is_waited_for_while_it_has_no_room(config):
+    rig = limited(decode=1, prefill=0, **config)  # nor is there a pair with room
+    body = SHORT if "min_prompt_tokens" in config else CACHED
+    first, second, late = [rig.post(PATH, body) for _ in range(3)]
+    released(first)
+    assert rig.workers[1].load == 1
+    assert second.call.take() == []
+    assert sum(rig.gateway.legs.queued.values()) == 2
+    rig.clock.advance(3)
+    first.close()
+    rig.clock.advance(0)
+    assert json.loads(released(second)[0]) == body
+    rig.clock.advance(57)
+    status, headers, _ = rejection(late)
+    assert status == 503
+    assert int(headers["retry-after"]) >= 1
+    for client in (second, late):
+        client.close()
+    rig.assert_nothing_is_left()
+    assert rig.records[0].queued == 0
+    assert [record.queued for record in rig.records if record.status == 0] == [0, 3]
+
+
+def test_a_cached_prompt_goes_to_a_pair_that_has_room_where_its_holder_has_none():
+    rig = conditional(*nixl((1,), (11, 12)), min_uncached_tokens=4, at_11=8)
+    rig.workers[1].limit = 1
+    first, second = rig.post(PATH, CACHED), rig.post(PATH, CACHED)
+    assert released(first)[2] == ["127.0.0.1:11"]
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    assert released(second)[2][0] == "127.0.0.1:12"
+    for client in (first, second):
+        client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_a_lone_leg_counts_and_is_given_back_however_it_ends():
+    rig = limited(decode=1)
+    for status in (0, 200, 500):
+        client = rig.post(PATH, SHORT)
+        released(client)
+        assert (rig.workers[1].load, rig.workers[1].promised) == (1, 0)
+        if status:
+            client.decode_head(status, [("x-pd-upstream", "127.0.0.1:11")])
+        end(rig, client)
+        assert rig.workers[1].load == 0
 
 
 def test_nobody_holds_more_than_there_is():

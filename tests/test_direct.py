@@ -9,6 +9,7 @@ from fakes import Rig, mutated, worker
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.session import Session
+from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.workers.worker import Role
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]}
@@ -228,11 +229,53 @@ def test_a_decodes_error_goes_through_and_ends_the_prefill(rig, status):
     released(client)
     leg = rig.egress.legs[0]
     client.decode_head(status, [("retry-after", "5")])
+    rig.clock.advance(HOLD_SECONDS)  # in which the prefill might have failed
     (head,) = client.call.take()
     assert "retry-after" not in mutated(head)  # it is the worker's own and stays
     assert leg.cancelled
     assert rig.egress.aborts == [("prefill", leg.json["rid"])]
     client.close()
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_where_both_fail_at_once_it_is_the_prefills_failure_whoever_says_so_first(rig, first):
+    """A transfer that fails fails both legs; who of them is heard first is chance."""
+    client = rig.post(PATH, CHAT)
+    released(client)
+    (prefill,) = rig.egress.out_at("prefill")
+    if first == "decode":
+        client.decode_head(500, [("x-pd-upstream", "127.0.0.1:11")])
+        assert client.call.take() == []
+        rig.clock.advance(HOLD_SECONDS / 2)
+    prefill.answer(500)
+    status, headers, _ = rejection(client)
+    assert (status, headers["x-pd-error-code"]) == (502, "prefill_failed")
+    if first == "prefill":
+        client.decode_head(500, [("x-pd-upstream", "127.0.0.1:11")])
+        assert client.call.take() == []
+    client.close()
+    rig.clock.advance(1)
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("how", ["left", "expired", "prefill done"])
+def test_a_decodes_error_that_is_kept_back(rig, how):
+    client = rig.post(PATH, CHAT)
+    released(client)
+    (prefill,) = rig.egress.out_at("prefill")
+    client.decode_head(500, [("x-pd-upstream", "127.0.0.1:11")])
+    match how:
+        case "expired":
+            rig.gateway._end(client.session, GatewayError("request_timeout", "x"))
+            assert rejection(client)[0] == 504
+        case "prefill done":
+            prefill.answer()
+            rig.clock.advance(HOLD_SECONDS)
+            (head,) = client.call.take()
+            assert head.WhichOneof("response") == "response_headers"
+    client.close()
+    rig.clock.advance(1)
     rig.assert_nothing_is_left()
 
 

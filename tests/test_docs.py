@@ -43,7 +43,7 @@ from extproc.peer_options import ALIASES
 from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.least import MOST_COMPARED
 from extproc.policies.names import PolicyName
-from extproc.policies.placement import CANDIDATES, NEAR_FACTOR
+from extproc.policies.partners import CANDIDATES, NEAR_FACTOR
 from extproc.policies.sticky import MOST_KEYS, MOST_UNDER_WAY
 from extproc.settings import Settings
 from extproc.workers import kv_event_stream, load_poll, publication

@@ -36,6 +36,14 @@ PARALLEL           DECODE_REPLACED   OVER               relay drop_prefill give_
 PARALLEL           DECODE_HEAD       ANSWERING_PARALLEL pass_head
 PARALLEL           DECODE_HEAD_EARLY HELD               hold_head
 PARALLEL           DECODE_REFUSED    ANSWERING          drop_prefill pass_head
+PARALLEL           DECODE_REFUSED_EARLY REFUSED         hold_refusal
+REFUSED            PREFILL_DONE      REFUSED
+REFUSED            PREFILL_FAILED    ENDED              answer_error
+REFUSED            PREFILL_REPLACED  OVER               relay give_back
+REFUSED            DECODE_REFUSED    ANSWERING          drop_prefill pass_head
+REFUSED            DECODE_REPLACED   OVER               relay drop_prefill give_back
+REFUSED            EXPIRED           ENDED              drop_prefill answer_error
+REFUSED            CLOSED            OVER               drop_prefill finish
 PARALLEL           EXPIRED           ENDED              drop_prefill drop_decode settle answer_error
 PARALLEL           CLOSED            OVER               drop_prefill drop_decode settle finish
 DECODING           DECODE_HEAD       ANSWERING          pass_head

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import GatewayError
-from extproc.policies.placement import CANDIDATES, NEAR_FACTOR, Placer
+from extproc.policies.partners import CANDIDATES, NEAR_FACTOR
+from extproc.policies.placement import Placer
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.workers.pairing import PairingMode

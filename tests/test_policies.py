@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.policies.names import LoadMetric, PolicyName
-from extproc.policies.placement import CANDIDATES, Placer
+from extproc.policies.partners import CANDIDATES
+from extproc.policies.placement import Placer
 from extproc.policies.table import OF_KEYS, policy_of
 from extproc.policies.tuning import Tuning
 from extproc.workers.load import EngineLoad, RankLoad

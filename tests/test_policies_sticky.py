@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from extproc.policies.least import LeastRequests
 from extproc.policies.names import AssignmentMode, PolicyName
-from extproc.policies.placement import CANDIDATES, Placer
+from extproc.policies.partners import CANDIDATES
+from extproc.policies.placement import Placer
 from extproc.policies.routing_key import RoutingKeys
 from extproc.policies.sticky import MOST_UNDER_WAY, StickyPolicy
 from extproc.policies.table import policy_of

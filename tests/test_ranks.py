@@ -10,7 +10,8 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import CHAT, COMPLETIONS
 from extproc.exchange.attempts import RetryPolicy
 from extproc.handoff import sglang
-from extproc.policies.placement import CANDIDATES, Placer
+from extproc.policies.partners import CANDIDATES
+from extproc.policies.placement import Placer
 from extproc.policies.random_choice import RandomPolicy
 from extproc.policies.round_robin import RoundRobinPolicy
 from extproc.transport.interface import Lost

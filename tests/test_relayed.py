@@ -7,6 +7,7 @@ from fakes import Rig, mutated, nixl
 
 from extproc.exchange import wire
 from extproc.exchange.attempts import RetryPolicy
+from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.transport.interface import Lost
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "n": 2}
@@ -175,10 +176,25 @@ def test_a_decodes_error_is_passed_on(rig, status, code):
     client = rig.post(PATH, CHAT)
     _, decodes = legs(rig)
     decodes[0].answer(status, b"busy", [(b"retry-after", b"9")])
+    rig.clock.advance(HOLD_SECONDS)
     (message,) = client.call.take()
     assert (message.immediate_response.status.code, message.immediate_response.body) == (status, b"busy")
     assert (mutated(message)["x-pd-error-code"], mutated(message)["retry-after"]) == (code, "9")
     client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_where_both_legs_fail_at_once_it_is_the_prefills_failure(rig):
+    client = rig.post(PATH, CHAT)
+    prefill_legs, decodes = legs(rig)
+    decodes[0].answer(500, b"no cache")
+    assert client.call.take() == []
+    prefill_legs[0].answer(500, b"no cache")
+    (message,) = client.call.take()
+    assert message.immediate_response.status.code == 502
+    assert mutated(message)["x-pd-error-code"] == "prefill_failed"
+    client.close()
+    rig.clock.advance(1)
     rig.assert_nothing_is_left()
 
 

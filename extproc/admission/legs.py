@@ -3,7 +3,7 @@
 Those that need the same (a model, of a class of priority, without the same failed workers) stand in one line: only its
 first is looked at when something changes, so that a wake-up costs as much with a thousand that wait as with one. The
 lines are asked in the order of their firsts: the more urgent class, and of a class who came first; who has waited as
-long as its class may starve comes before all.
+long as its class may starve, or for half of the time after which it would be told no, comes before all.
 
 A request of several legs needs room for all of them on one pair, or, where the limit is less, a worker that has none of
 ours. While the first of a line waits for that, no other line is given the workers that it could have: what becomes free
@@ -50,10 +50,12 @@ class Seeker(Waits, Protocol):
     Attributes:
         priority: its class.
         need: two that are equal could have the same workers.
+        lone: room on one worker may be enough, whatever else lacks it.
     """
 
     priority: Priority
     need: Hashable
+    lone: bool
 
     def seek(self, without: Collection[Worker]) -> Role | None:
         """Take workers, but none of ``without``. None: this is settled, well or not; else which role lacks room."""
@@ -145,7 +147,9 @@ class LegQueue:
 
     def _matters(self, role: Role) -> bool:
         """Whether room on a worker of this role may help anybody: who has no prefill is not helped by a decode."""
-        return role is Role.PREFILL or any(queue.lacks is Role.DECODE for queue in self._queues.values())
+        if role is Role.PREFILL:
+            return True
+        return any(queue.lacks is Role.DECODE or queue.first.who.lone for queue in self._queues.values())
 
     def _check(self, lacks: Role) -> None:
         settings = self._settings
@@ -167,11 +171,17 @@ class LegQueue:
     def _retry_after(self, lacks: Role) -> int:
         return self._paces[lacks].retry_after(self.queued[lacks] + 1)
 
-    def _urgency(self, queue: _Queue, now: float) -> tuple[int, int]:
-        """Of two lines the one with the lesser is asked first. No two have the same."""
+    def _urgency(self, queue: _Queue, now: float, *, classes: bool) -> tuple[int, int]:
+        """Of two lines the one with the lesser is asked first. No two have the same.
+
+        ``classes``: those that wait are of several classes.
+        """
         first = queue.first
-        starves = first.since + CLASSES[queue.priority].starvation <= now
-        return -1 if starves else queue.priority, first.number
+        if not classes:
+            return 0, first.number
+        # Some classes may wait for the gate longer than for a worker: these would be told no before they starve.
+        patience = min(CLASSES[queue.priority].starvation, self._limit(self._roles[first]) / 2)
+        return -1 if first.since + patience <= now else queue.priority, first.number
 
     def _claimed(self, priority: Priority) -> set[Worker]:
         """Workers for which the first of some line waits, no less urgent than ``priority``, with room for several."""
@@ -183,7 +193,8 @@ class LegQueue:
         self._due = False
         now = self._clock.now()
         claimed: set[Worker] = set()
-        order = [(self._urgency(queue, now), queue) for queue in self._queues.values()]
+        classes = len({queue.priority for queue in self._queues.values()}) > 1
+        order = [(self._urgency(queue, now, classes=classes), queue) for queue in self._queues.values()]
         heapify(order)
         while order:
             _, queue = heappop(order)
@@ -198,7 +209,7 @@ class LegQueue:
             self._paces[queue.lacks].step(now)
             waiter.leave(now)
             if queue:  # those of other lines may have come before its next one
-                heappush(order, (self._urgency(queue, now), queue))
+                heappush(order, (self._urgency(queue, now, classes=classes), queue))
 
     def _seek(self, waiter: Waiter[Seeker], claimed: Collection[Worker]) -> Role | None:
         lacks: list[Role | None] = [None]  # who fails in an unforeseen way is settled: it has been told

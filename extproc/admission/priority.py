@@ -32,6 +32,7 @@ class ClassRules:
         queue_size: requests of it that may wait.
         timeout: seconds that one may wait.
         starvation: seconds after which one that waits goes before all others, and may have what is kept for them.
+        preempts: one that comes when there is no slot for it ends one of a lesser class that has not been answered yet.
     """
 
     floor: int
@@ -39,12 +40,13 @@ class ClassRules:
     queue_size: int
     timeout: float
     starvation: float
+    preempts: bool = False
 
 
 # The peer's (middleware/scheduler/config.rs).
 CLASSES: Final[Mapping[Priority, ClassRules]] = {
-    Priority.SYSTEM: ClassRules(32, 0.0, 64, 30.0, 5.0),
-    Priority.INTERACTIVE: ClassRules(128, 0.25, 256, 30.0, 5.0),
+    Priority.SYSTEM: ClassRules(32, 0.0, 64, 30.0, 5.0, preempts=True),
+    Priority.INTERACTIVE: ClassRules(128, 0.25, 256, 30.0, 5.0, preempts=True),
     Priority.DEFAULT: ClassRules(0, 0.10, 512, 60.0, 30.0),
     Priority.BULK: ClassRules(0, 0.0, 1024, 300.0, 120.0),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.apis.json_object import Edits, LegEdits
@@ -12,6 +13,7 @@ from extproc.apis.table import RESPONSES
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, answered_by, broke_at, refused_before, tellable
 from extproc.exchange.attempts import KvMissing
+from extproc.exchange.clock import Handle
 from extproc.exchange.failures import charge, kv_missing, loss_of, refused
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers, leg_path
@@ -62,6 +64,7 @@ class _Part:
         "_attempt",
         "_refusal",
         "begun",
+        "blaming",
         "decode",
         "headed",
         "index",
@@ -82,6 +85,7 @@ class _Part:
         self.turn = 0  # of that worker, while the decode leg is out
         self.headed = False  # it is known
         self.begun = False  # a token of the answer has come
+        self.blaming: Handle | None = None  # of an error that is kept back for the prefill's fate
         self.plan: Plan | None = None
         self.params = b""  # what a decode may still have to be told of, for the prefill to free the KV cache
         self.prefill: PrefillLeg | None = None
@@ -248,6 +252,9 @@ class Attempt:
     def drop(self) -> None:
         """End every leg that is out, on its worker too."""
         for part in self._parts:
+            if part.blaming is not None:
+                part.blaming.cancel()
+                part.blaming = None
             if part.prefill is not None:
                 part.prefill.drop()
             if part.decode is not None:
@@ -341,6 +348,16 @@ class Attempt:
             part.params = part.params or untold
 
     def _refused(self, part: _Part, error: GatewayError) -> None:
+        """A decode leg has an error: its own, or, if its prefill fails just now, that one's."""
+        blame = self._handoff.blame
+        if blame and error.answered == 500 and part.prefilling:
+            decided = partial(self.guarded, partial(self._refused_for_good, part, error))
+            part.blaming = self._session.gateway.clock.after(blame, decided)
+        else:
+            self._refused_for_good(part, error)
+
+    def _refused_for_good(self, part: _Part, error: GatewayError) -> None:
+        part.blaming = None
         self._unreachable = error.fault.code.endswith("_unreachable")
         partner = self.prefill if part.prefill is not None else None
         charge(self._decodes if self._unreachable else (part.worker,), error, part.turn, partner)
@@ -378,7 +395,7 @@ class Attempt:
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
         part.decode = gateway.egress.send(headers, body, part)
         if self._session.promise:
-            self._session.use_room()
+            self._session.use_room(part.worker)
         part.turn = part.worker.begin(part.tokens)
 
     def _leg_id(self, part: _Part) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.exchange.placed import Placed
-from extproc.exchange.seats import NOBODY, pair_with_room, workers_with_room
+from extproc.exchange.seats import NOBODY, lone_room, pair_room
 from extproc.handoff.handoff import Handoff
 from extproc.policies.placement import Pair
 from extproc.workers.worker import Worker
@@ -55,7 +55,7 @@ class PairChoice:
 
     def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
         """See Choice."""
-        pair = pair_with_room(self._placer, self._request, taken, failed, self._like)
+        pair = self._placer.pair(self._request, failed, self._like, pair_room(self._request, taken))
         if self._handoff.alone(self._request, pair.prefill) is not None:  # though its like can: no engine id is known
             raise GatewayError("no_available_workers", f"prefill worker {pair.prefill.url} cannot hand over")
         return Placed(pair, self._handoff)
@@ -86,11 +86,9 @@ class AloneChoice:
 
     def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
         """See Choice."""
-        placer = self._gateway.placer
-        workers = placer.alike(self._request, self._like, failed)
+        workers = self._gateway.placer.alike(self._request, self._like, failed, room=lone_room(taken))
         if not workers:
             raise GatewayError("no_available_workers", f"No other {self._like.role.value} worker is available")
-        workers = workers_with_room(placer, self._request, workers, {*taken, *failed})
         return Placed(Pair(workers[0], workers), self._gateway.handoffs.of(workers[0]))
 
     def begin(self, attempt: Attempt) -> None:

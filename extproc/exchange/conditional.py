@@ -1,30 +1,27 @@
 """Conditional disaggregation: a prompt that is not worth a prefill leg runs on a decode worker alone.
 
 A prefill leg costs a hop and the transfer of a KV cache, and saves the decode worker the computation of the prompt. Of
-a short prompt, or one that the decode worker's cache already holds but for the end, that is little. It must be a worker
+a short prompt, or one that a decode worker's cache already holds but for the end, that is little. It must be a worker
 that serves without a prefill: any vLLM, but no SGLang that was started as a decode (400 ``Disaggregated request
 received without bootstrap room id``, 0.5.23 srt/managers/scheduler.py).
+
+Both are asked before a pair is chosen: no prefill worker's turn is used up, and no room on one waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from extproc.apis.request import InferenceRequest
+from extproc.exchange.lone import Lone
 from extproc.handoff.handoff import Alone, Kv
 from extproc.handoff.table import Handoffs
 from extproc.policies.placement import Placer
+from extproc.policies.room import NoRoomError, Room
 from extproc.workers.worker import Role, Worker
 
 _REMEMBERED: Final = 64  # sets of workers
-
-
-class Lone(NamedTuple):
-    """Who serves a request alone, in order of preference, and why."""
-
-    workers: Sequence[Worker]
-    alone: Alone
 
 
 class Conditional:
@@ -44,32 +41,50 @@ class Conditional:
         self._least_uncached = least_uncached
         self._lone: dict[int, tuple[Sequence[Worker], Sequence[Worker]]] = {}  # by identity: of all, those who can
 
-    def short(self, request: InferenceRequest) -> Lone | None:
-        """Who serves a request whose prompt is short; None where it is not, or where nobody can.
+    def lone(self, request: InferenceRequest, room: Room | None = None) -> Lone | None:
+        """Who serves a request alone; None where it is to be served by a pair, or nobody can.
 
-        To be asked before a pair is chosen: no prefill worker's turn is used up.
+        Of a short prompt any decode worker that can; of a cached one those that have enough of it. ``room`` is what the
+        first of them must have. Where none has it, NoRoomError is raised for a short prompt; of a cached one it is
+        None, for a pair may have room.
         """
-        if not self._least:
-            return None
         tokens = request.prompt_tokens()
-        if tokens >= self._least:
+        if tokens < self._least:
+            workers = self._placer.decodes(request, self._able, room)
+            why = f"about {tokens} prompt tokens, fewer than --pd-min-prompt-tokens"
+            return Lone(workers, Alone(Role.DECODE, Kv.LOCAL, why)) if workers else None
+        return self._cached(request, tokens, room) if self._least_uncached else None
+
+    def may_be_lone(self, request: InferenceRequest) -> bool:
+        """Whether one of the decode workers serves it alone, once it has room; no policy is told of the question."""
+        able = self._able(self._placer.usable(request.model, Role.DECODE))
+        tokens = request.prompt_tokens()
+        if not able or tokens < self._least or not self._least_uncached:
+            return bool(able) and tokens < self._least
+        return bool(self._holders(able, tokens, self._placer.held(request, able)))
+
+    def _cached(self, request: InferenceRequest, tokens: int, room: Room | None) -> Lone | None:
+        held: Mapping[Worker, int] = {}
+
+        def holders(workers: Sequence[Worker]) -> Sequence[Worker]:
+            nonlocal held
+            able = self._able(workers)
+            held = self._placer.held(request, able) if able else {}
+            return self._holders(able, tokens, held)
+
+        try:
+            workers = self._placer.decodes(request, holders, room)
+        except NoRoomError:
             return None
-        workers = self._placer.decodes(request, self._able)
         if not workers:
             return None
-        why = f"about {tokens} prompt tokens, fewer than --pd-min-prompt-tokens"
+        known = min(tokens, held.get(workers[0], 0))
+        why = f"about {tokens} prompt tokens, {known} of them cached: fewer to compute than --pd-min-uncached-tokens"
         return Lone(workers, Alone(Role.DECODE, Kv.LOCAL, why))
 
-    def cached(self, request: InferenceRequest, decode: Worker) -> Alone | None:
-        """Why ``decode``, chosen for a pair, serves the request alone, having most of its prompt; None: it does not."""
-        if not self._least_uncached or not self._handoffs.of(decode).waivable:
-            return None
-        tokens = request.prompt_tokens()
-        held = min(tokens, self._placer.held(request, decode))
-        if tokens - held >= self._least_uncached:
-            return None
-        why = f"about {tokens} prompt tokens, {held} of them cached: fewer to compute than --pd-min-uncached-tokens"
-        return Alone(Role.DECODE, Kv.LOCAL, why)
+    def _holders(self, able: Sequence[Worker], tokens: int, held: Mapping[Worker, int]) -> Sequence[Worker]:
+        """Those of ``able`` that hold enough of a prompt of so many tokens."""
+        return tuple(w for w in able if tokens - min(tokens, held.get(w, 0)) < self._least_uncached)
 
     def _able(self, workers: Sequence[Worker]) -> Sequence[Worker]:
         """Those that serve without a prefill; ``workers`` itself where all do, for policies tell sets by identity."""

@@ -26,7 +26,7 @@ from extproc.exchange.progress import Watch
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
-from extproc.exchange.seats import pair_with_room
+from extproc.exchange.seats import pair_room
 from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
 from extproc.merge.parts import Joint, joint_of
@@ -69,6 +69,7 @@ class DirectCourse:
         "_pause",
         "_plan",
         "_prefill",
+        "_refusal",
         "_released",
         "_request",
         "_session",
@@ -110,6 +111,7 @@ class DirectCourse:
         self._timer: Handle | None = None
         self._status = 0  # of the decode's answer
         self._local_reply = ""  # the code of an answer that Envoy made up itself
+        self._refusal: AnswerHead | None = None  # of a decode, kept back
         self._released = False
         self._waives = False  # the decode is to do without the prefill that failed
         self._watch: Watch | None = None  # of an answer whose decode may yet wait for the prefill in vain
@@ -218,7 +220,11 @@ class DirectCourse:
             if self._leg is not None:
                 untold = self._leg.decode_failed(self._local_reply, status)
                 self._params = self._params or untold
-            self._fire(self._after_refusal(head))
+            if self._may_be_the_prefills(head):
+                self._refusal = head
+                self._fire(Event.DECODE_REFUSED_EARLY)
+            else:
+                self._fire(self._after_refusal(head))
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
         self._params = b""
@@ -321,7 +327,7 @@ class DirectCourse:
             self._decode = self._upstreams[0]
         decode = self._decode
         if session.promise:
-            session.use_room()
+            session.use_room(decode)
         self._turn = decode.begin(self._tokens)
         self._released = True
         body = self._body
@@ -354,6 +360,12 @@ class DirectCourse:
     def hold_head(self) -> None:
         """See Outside."""
         self._timer = self._session.gateway.clock.after(self._hold, lambda: self._fire(Event.HELD_ENOUGH))
+
+    def hold_refusal(self) -> None:
+        """See Outside."""
+        handoff = self._handoff
+        assert handoff is not None
+        self._timer = self._session.gateway.clock.after(handoff.blame, self._refused_enough)
 
     def linger(self) -> None:
         """See Outside."""
@@ -407,12 +419,16 @@ class DirectCourse:
         pause = None if self._waives else max(0.0, self._due - session.gateway.clock.now())
         # Envoy ends a leg of which it has a head only when the client's answer has ended.
         stays = 200 <= self._status < 300
+        counts = stays and not (self._plan is not None and handoff.aborts(self._plan))  # else its engine ends it now
+        if not counts and not self._waives:  # then its room is the next leg's
+            self._give_decode_back()
+        afterwards = self._ended if counts else self._unpin if stays else _nothing
         try:
-            course.go_on(error, pause, asked=self._status != 0, afterwards=self._ended if stays else _nothing)
+            course.go_on(error, pause, asked=self._status != 0, ended=not counts, afterwards=afterwards)
         finally:
-            if stays:
-                self._released = False  # its load counts until then
-            else:
+            if counts:
+                self._released = False  # it is given back then
+            elif not stays:
                 self._unpin()
 
     def _ended(self) -> None:
@@ -503,7 +519,7 @@ class DirectCourse:
         """What the failure of the prefill leg leads to."""
         config, handoff = self._session.gateway.config, self._handoff
         assert handoff is not None
-        released = self._state in (State.PARALLEL, State.HELD, State.DECODING) and config.retry_released
+        released = self._state in (State.PARALLEL, State.HELD, State.REFUSED, State.DECODING) and config.retry_released
         if not released and self._state is not State.PREFILLING:
             return Event.PREFILL_FAILED
         waives = config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
@@ -517,9 +533,25 @@ class DirectCourse:
             return Event.PREFILL_WAIVED
         return Event.PREFILL_REPLACED if self._may_try_again(error, (prefill,)) else Event.PREFILL_FAILED
 
+    def _may_be_the_prefills(self, head: AnswerHead) -> bool:
+        """Whether a decode's error may come of its prefill's failure, which is not known yet."""
+        handoff = self._handoff
+        return (
+            head.status == 500
+            and head.code is None
+            and self._state is State.PARALLEL
+            and bool(handoff is not None and handoff.blame)
+        )
+
+    def _refused_enough(self) -> None:
+        head, self._refusal = self._refusal, None
+        self._timer = None
+        if head is not None and self._state is State.REFUSED:
+            self._fire(self._after_refusal(head))
+
     def _after_refusal(self, head: AnswerHead) -> Event:
         """What a decode's answer with an error status, or Envoy's in its place, leads to."""
-        if self._state not in (State.PARALLEL, State.DECODING):
+        if self._state not in (State.PARALLEL, State.REFUSED, State.DECODING):
             return Event.DECODE_REFUSED
         gateway, worker = self._session.gateway, self._decode
         error = head.error(worker)
@@ -589,7 +621,8 @@ class DirectCourse:
         assert attempts is not None
         assert handoff is not None
         try:
-            pair = pair_with_room(gateway.placer, self._request, taken, attempts.failed, self._prefill)
+            room = pair_room(self._request, taken)
+            pair = gateway.placer.pair(self._request, attempts.failed, self._prefill, room)
             alone = handoff.alone(self._request, pair.prefill)
             if alone is not None:
                 refuse_unknown(gateway, pair.prefill, alone)

@@ -161,6 +161,11 @@ class Gateway:
         for exchange in list(self._alive):
             self._end(exchange, error)
 
+    def cut_short(self, exchange: Mortal, error: GatewayError) -> None:
+        """End one request under way, unless it has been told to end already."""
+        if exchange in self._alive:
+            self._end(exchange, error)
+
     def _end(self, exchange: Mortal, error: GatewayError) -> None:
         del self._alive[exchange]
         self._ended[exchange] = self.clock.now() + CLOSING_SECONDS

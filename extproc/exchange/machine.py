@@ -16,8 +16,9 @@ and raises :class:`IllegalTransitionError`. The machine has no sockets and no cl
                           │                          └──held long enough──► ANSWERING_PARALLEL
                           └──prefill failed, expired──► ENDED ──closed──► OVER
     ANSWERING, ANSWERING_PARALLEL ──prefill failed, expired──► CUT ──closed──► OVER
-    PARALLEL ──prefill replaced──► REPLACING ──decode head, headless──► OVER    HELD ──prefill replaced──► OVER
-    PARALLEL, DECODING ──decode replaced──► OVER    (all these hand the request on)
+    PARALLEL ──decode refused, early──► REFUSED ──prefill failed──► ENDED    REFUSED ──decode refused──► ANSWERING
+    PARALLEL ──prefill replaced──► REPLACING ──decode head, headless──► OVER    HELD, REFUSED ──prefill replaced──► OVER
+    PARALLEL, REFUSED, DECODING ──decode replaced──► OVER    (all these hand the request on)
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class State(IntEnum):
     REPLACING = auto()  # the prefill failed, another attempt is due; the decode leg is out, and of no use any more
     DECODING = auto()  # the decode leg is out, alone: the prefill is done, or there is none
     HELD = auto()  # an early decode head waits a moment for the prefill's fate
+    REFUSED = auto()  # a decode's error waits a moment for the prefill's fate, which may be its cause
     ANSWERING_PARALLEL = auto()  # the decode's answer flows to the client; the prefill is still out
     ANSWERING = auto()  # the decode's answer flows to the client
     LINGERING = auto()  # the decode's answer ended; the prefill gets a moment to end by itself
@@ -57,6 +59,7 @@ class Event(IntEnum):
     DECODE_HEAD = auto()  # the decode answered; its head goes to the client
     DECODE_HEAD_EARLY = auto()  # the decode answered 2xx before it can have the KV cache
     DECODE_REFUSED = auto()  # the decode answered with an error status, which is the client's
+    DECODE_REFUSED_EARLY = auto()  # it did while the prefill is out, in a way that a failed prefill would explain
     DECODE_REPLACED = auto()  # it did, or its connection broke, but the request is to be tried elsewhere
     HEADLESS = auto()  # no head of the decode's answer came in the moment that was granted to it
     HELD_ENOUGH = auto()  # the moment granted to an early head passed
@@ -88,6 +91,9 @@ class Outside(Protocol):
 
     def give_back(self) -> None:
         """Give everything back, but for the request itself."""
+
+    def hold_refusal(self) -> None:
+        """Keep a decode's error back for a moment, then raise DECODE_REFUSED or DECODE_REPLACED."""
 
     def pass_head(self) -> None:
         """Let the decode's head through to the client."""
@@ -163,6 +169,15 @@ RULES: Final[dict[tuple[State, Event], Rule]] = {
     (_S.PARALLEL, _E.DECODE_HEAD): (_S.ANSWERING_PARALLEL, ("pass_head",)),
     (_S.PARALLEL, _E.DECODE_HEAD_EARLY): (_S.HELD, ("hold_head",)),
     (_S.PARALLEL, _E.DECODE_REFUSED): (_S.ANSWERING, ("drop_prefill", "pass_head")),
+    # What fails a pair's transfer fails both its legs, in either order: it is told as the prefill's failure.
+    (_S.PARALLEL, _E.DECODE_REFUSED_EARLY): (_S.REFUSED, ("hold_refusal",)),
+    (_S.REFUSED, _E.PREFILL_DONE): (_S.REFUSED, ()),
+    (_S.REFUSED, _E.PREFILL_FAILED): (_S.ENDED, ("answer_error",)),
+    (_S.REFUSED, _E.PREFILL_REPLACED): (_S.OVER, ("relay", "give_back")),
+    (_S.REFUSED, _E.DECODE_REFUSED): (_S.ANSWERING, ("drop_prefill", "pass_head")),
+    (_S.REFUSED, _E.DECODE_REPLACED): (_S.OVER, ("relay", "drop_prefill", "give_back")),
+    (_S.REFUSED, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "answer_error")),
+    (_S.REFUSED, _E.CLOSED): (_S.OVER, ("drop_prefill", "finish")),
     (_S.PARALLEL, _E.EXPIRED): (_S.ENDED, ("drop_prefill", "drop_decode", "settle", "answer_error")),
     (_S.PARALLEL, _E.CLOSED): (_S.OVER, ("drop_prefill", "drop_decode", "settle", "finish")),
     (_S.DECODING, _E.DECODE_HEAD): (_S.ANSWERING, ("pass_head",)),

@@ -10,7 +10,7 @@ followed by another one on another pair.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -26,9 +26,10 @@ from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import naming_headers, server_timing
-from extproc.exchange.seats import NoRoomError
+from extproc.exchange.seats import lone_room
 from extproc.merge.answer import joined_answer
 from extproc.merge.parts import Joint
+from extproc.policies.room import NoRoomError
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Header
 from extproc.workers.worker import Worker
@@ -114,20 +115,26 @@ class RelayedCourse:
         self._session.record.sent = self._session.gateway.clock.now()
         self._place(self._placed).send()
 
-    def go_on(self, error: GatewayError, pause: float | None, *, asked: bool, afterwards: Callable[[], None]) -> None:
+    def go_on(
+        self, error: GatewayError, pause: float | None, *, asked: bool, ended: bool, afterwards: Callable[[], None]
+    ) -> None:
         """Take over a request that was released to a worker in vain.
 
         Args:
             error: why.
             pause: seconds until the next attempt begins; None where the decode is to do without the prefill.
             asked: Envoy has the head of a worker's answer, and waits for our word on it.
+            ended: the first attempt's decode leg has ended, or just will: a decode that does without has its room.
             afterwards: to be done when the request is over.
         """
         self._afterwards = afterwards
         self._outlet = self._late = LateReply(self._session, self._gone, self.drained)
         self._late.open(error, asked=asked)
-        if pause is None:
+        if pause is None and ended:
             self._waive()
+        elif pause is None:
+            decode = self._placed.pair.decodes[0]
+            self._when_room((self._request.model, decode), lambda taken: self._waive_on(decode, taken), error)
         else:
             self._timer = self._session.gateway.clock.after(pause, lambda: self._try_again(error))
 
@@ -234,16 +241,32 @@ class RelayedCourse:
         self._joint = self._joint.without_prefills()
         self._place(self._placed).send_decodes()
 
+    def _waive_on(self, decode: Worker, taken: Collection[Worker]) -> None:
+        """The same once ``decode`` has room: Envoy may still have the first leg there. Raises NoRoomError."""
+        if not lone_room(taken).on(decode):
+            raise NoRoomError(decode.role)
+        self._waive()
+
     def _try_again(self, error: GatewayError) -> None:
         """Make another attempt, or wait for room; where there is nobody, the last one's ``error`` is the client's."""
         self._timer = None
-        session, failed = self._session, self._attempts.failed
-        session.record.attempts = self._attempts.number
-        need = (self._request.model, failed, self._placed.pair.prefill)
+        self._session.record.attempts = self._attempts.number
+        need = (self._request.model, self._attempts.failed, self._placed.pair.prefill)
+        self._when_room(need, lambda taken: self._begin_again(error, taken), error)
+
+    def _when_room(self, need: Hashable, begin: Callable[[Collection[Worker]], None], error: GatewayError) -> None:
+        """Do ``begin``, or wait until it does not raise NoRoomError; in vain, and ``error`` is the client's."""
 
         def step(taken: Collection[Worker]) -> None:
-            self._begin_again(error, taken)
+            try:
+                begin(taken)
+            except NoRoomError:
+                raise
+            except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it
+                _log.exception("request %s", session.record.request_id.decode("latin-1"))
+                self.broke()
 
+        session = self._session
         seeking = session.seeking(self._request, self._joint.parts, need, step, lambda _: self._fail(error))
         try:
             waiter = session.gateway.legs.wait(seeking)
@@ -261,13 +284,8 @@ class RelayedCourse:
             if placed.handoff.in_turn:
                 self._session.keep_room(placed.pair.decodes[0], self._joint.parts)
             self._choice.begin(attempt)
-        except NoRoomError:
-            raise
         except GatewayError:
             self._fail(error)
-        except Exception:  # noqa: BLE001 - logged; whatever it is, the client must hear of it
-            _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
-            self.broke()
 
     def _place(self, placed: Placed) -> Attempt:
         self._placed = placed

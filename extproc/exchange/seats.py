@@ -1,16 +1,16 @@
-"""Workers that have room for a request's legs."""
+"""What a request needs of workers, and who waits for it in the request's place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.priority import Priority
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
 from extproc.merge.parts import joint_of
-from extproc.policies.placement import CANDIDATES, Pair, Placer
-from extproc.workers.pairing import hand_over_alike
+from extproc.policies.placement import Placer
+from extproc.policies.room import ONE_LEG, NoRoomError, Room
 from extproc.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
@@ -20,83 +20,16 @@ NOBODY: Final[frozenset[Worker]] = frozenset()
 _ONE: Final = (None, 1)  # prompts of a request that is not split
 
 
-class NoRoomError(Exception):
-    """Workers could serve the request, but all have as many legs as they may; of which role, ``role`` says."""
-
-    def __init__(self, role: Role) -> None:
-        super().__init__(role.value)
-        self.role = role
-
-
-def pair_with_room(
-    placer: Placer,
-    request: InferenceRequest,
-    taken: Collection[Worker] = NOBODY,
-    failed: Collection[Worker] = (),
-    like: Worker | None = None,
-) -> Pair:
-    """A pair that has room for all legs of ``request``.
-
-    Where nobody is limited it costs 0.1 µs more than :meth:`Placer.pair`, where both are and have room 0.4 (measured).
-
-    Args:
-        placer, request: for whom.
-        taken: workers that have no room for it, because others wait for them.
-        failed, like: see :meth:`Placer.pair`.
-
-    Raises:
-        NoRoomError: there are pairs, but they have none.
-        GatewayError: there are none.
-    """
-    pair = placer.pair(request, failed, like)
-    prefill, decode = pair.prefill, pair.decodes[0]
-    most, limit = prefill.limit, decode.limit
-    if not taken:
-        if most is None and limit is None:
-            return pair
-        one = request.samples == 1 and request.prompts in _ONE  # most requests; what follows costs a few calls
-        if (
-            one
-            and (most is None or prefill.load + prefill.promised < most)
-            and (limit is None or decode.load + decode.promised < limit)
-        ):
-            return pair
-    legs = joint_of(request, prefill.runtime).parts
-    if not taken and prefill.has_room(legs) and decode.has_room(legs):
-        return pair
-    full = {worker for worker in placer.usable(request.model, Role.PREFILL) if not worker.has_room(legs)}
-    without = {*taken, *full, *failed}
-    if not placer.has_pair(request.model, without, like):
-        raise NoRoomError(Role.PREFILL)
-    full = {worker for worker in placer.usable(request.model, Role.DECODE) if not worker.has_room(legs)}
-    without |= full
-    if not placer.has_pair(request.model, without, like):
-        raise NoRoomError(Role.DECODE)
-    return placer.pair(request, without, like)
+def pair_room(request: InferenceRequest, taken: Collection[Worker] = NOBODY) -> Room:
+    """What ``request`` needs of a pair of workers, none of them of ``taken``."""
+    if request.samples == 1 and request.prompts in _ONE:  # most requests
+        return Room(taken) if taken else ONE_LEG
+    return Room(taken, lambda prefill: joint_of(request, prefill.runtime).parts)
 
 
-def workers_with_room(
-    placer: Placer, request: InferenceRequest, ranked: Sequence[Worker], taken: Collection[Worker] = NOBODY
-) -> Sequence[Worker]:
-    """``ranked``, workers in order of preference that may answer a request alone, the first of them with room.
-
-    Where the first has none, the one of its kind that has the least to do comes before it.
-
-    Raises:
-        NoRoomError: none has.
-    """
-    first = ranked[0]
-    if first not in taken and first.has_room():
-        return ranked
-    others = [
-        worker
-        for worker in placer.usable(request.model, first.role)
-        if worker not in taken and worker.has_room() and hand_over_alike(worker, first)
-    ]
-    if not others:
-        raise NoRoomError(first.role)
-    chosen = min(others, key=lambda worker: worker.load)
-    return (chosen, *[worker for worker in ranked if worker is not chosen][: CANDIDATES - 1])
+def lone_room(taken: Collection[Worker] = NOBODY) -> Room:
+    """What a request needs of a worker, none of ``taken``, that answers it alone."""
+    return Room(taken) if taken else ONE_LEG
 
 
 class Seeking:
@@ -127,6 +60,7 @@ class Seeking:
         self.priority = priority
         self.need = need
         self._step = step
+        self.lone = False
         self.refused = refused
         self.waited = waited
 

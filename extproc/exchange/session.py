@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from hmac import compare_digest
 from typing import Final, Protocol
 
@@ -11,7 +11,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from extproc.admission.priority import Priority
 from extproc.apis.request import InferenceRequest
-from extproc.apis.table import RESPONSES, Api, Flow, api_of, stored_name
+from extproc.apis.table import Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import Attempts, OnPrefillFailure
@@ -21,15 +21,16 @@ from extproc.exchange.direct import DirectCourse
 from extproc.exchange.failures import refuse_unknown
 from extproc.exchange.gateway import Gateway, draining
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
+from extproc.exchange.lone import Lone, apart_of, kept_by, without_pair
 from extproc.exchange.outlet import LateReply
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import WAIVED, Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
-from extproc.exchange.seats import NOBODY, NoRoomError, Seeking, pair_with_room, workers_with_room
+from extproc.exchange.seats import NOBODY, Seeking, lone_room, pair_room
 from extproc.handoff.handoff import Alone, Handoff, Kv
 from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
-from extproc.policies.placement import Pair
+from extproc.policies.room import NoRoomError
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call
 from extproc.workers.worker import Role, Worker
@@ -245,7 +246,7 @@ class Session:
         finally:
             if self._entered:
                 self._entered = False
-                gateway.gate.leave(self.priority)
+                gateway.gate.leave(self.priority, self)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -255,6 +256,16 @@ class Session:
         self._flow()
         if self._complete:
             self._on_complete()
+
+    @property
+    def unanswered(self) -> bool:
+        """See Entrant."""
+        record = self.record
+        return not (self._answered or record.headed or record.status or record.ended)
+
+    def preempted(self, error: GatewayError) -> None:
+        """See Entrant."""
+        self.gateway.cut_short(self, error)
 
     def refused(self, error: GatewayError) -> None:
         """See Waits."""
@@ -283,14 +294,16 @@ class Session:
             worker.promised += legs
             self._promised, self.promise = worker, legs
 
-    def use_room(self) -> None:
-        """One of these legs is sent now. To be asked only while there is a promise."""
+    def use_room(self, sent_to: Worker) -> None:
+        """One of these legs is sent now, there or to another. To be asked only while there is a promise."""
         worker = self._promised
         assert worker is not None
         worker.promised -= 1
         self.promise -= 1
         if not self.promise:
             self._promised = None
+        if worker is not sent_to:
+            worker.freed(worker)
 
     def drop_promise(self) -> None:
         """There will be no such legs any more."""
@@ -305,7 +318,7 @@ class Session:
         gate = self.gateway.gate
         if gate.classed:
             self.priority = self.gateway.config.tenants.priority(head.fields)
-        if gate.enter(self.priority):
+        if gate.enter(self.priority, self):
             self._entered = True
             return
         waiter = gate.wait(self.priority, self)
@@ -324,8 +337,9 @@ class Session:
 
     def _wait_for_room(self, head: RequestHead, request: InferenceRequest) -> None:
         """Stand in line for workers. Raises GatewayError when it may not."""
-        legs = max(request.samples, request.prompts or 1)
-        need = (request.api.flow, request.model)
+        apart = apart_of(self.gateway, request)
+        legs = 1 if apart is not None else max(request.samples, request.prompts or 1)
+        need = (request.api.flow, request.model, apart)
 
         def step(taken: Collection[Worker]) -> None:
             try:
@@ -337,7 +351,9 @@ class Session:
             except Exception:  # noqa: BLE001 - as in _on_complete
                 self._broke()
 
-        waiter = self.gateway.legs.wait(self.seeking(request, legs, need, step, self.reject))
+        seeking = self.seeking(request, legs, need, step, self.reject)
+        seeking.lone = apart is not None
+        waiter = self.gateway.legs.wait(seeking)
         if waiter is not None:
             self._waiter = waiter
 
@@ -457,16 +473,23 @@ class Session:
         Raises NoRoomError when there are none, GatewayError when the request cannot be served at all.
         """
         gateway, api = self.gateway, request.api
+        room = lone_room(taken)
         if api.flow is Flow.PREFILL_ONLY:
-            prefills = workers_with_room(gateway.placer, request, gateway.placer.prefills(request), taken)
-            return DirectCourse.alone(self, head, request, prefills)
+            return DirectCourse.alone(self, head, request, gateway.placer.prefills(request, room=room))
+        if (kept := kept_by(gateway, request)) is not None:
+            if not room.on(kept.workers[0]):
+                raise NoRoomError(kept.workers[0].role)
+            return self._lone(head, request, kept)
         conditional = gateway.conditional
-        if conditional is not None and (lone := conditional.short(request)) is not None:
-            workers = workers_with_room(gateway.placer, request, lone.workers, taken)
-            self._name_legs(gateway.handoffs.of(workers[0]), api)
-            return self._alone_on(head, request, workers, lone.alone)
+        if conditional is not None and (lone := conditional.lone(request, room)) is not None:
+            return self._lone(head, request, lone)
         try:
-            pair = pair_with_room(gateway.placer, request, taken)
+            pair = gateway.placer.pair(request, room=pair_room(request, taken))
+        except NoRoomError:
+            lone = without_pair(gateway, request, room)
+            if lone is None:
+                raise
+            return self._lone(head, request, lone)
         except GatewayError:
             course = self._without_prefill(head, request, taken)
             if course is None:
@@ -477,9 +500,9 @@ class Session:
         alone = handoff.alone(request, pair.prefill)
         if alone is not None:
             refuse_unknown(gateway, pair.prefill, alone)
-            return self._alone(head, request, pair, alone)
-        if conditional is not None and (alone := conditional.cached(request, pair.decodes[0])) is not None:
-            return self._alone(head, request, pair, alone)
+            prefills = alone.role is Role.PREFILL
+            workers = gateway.placer.prefills(request, pair.prefill) if prefills else pair.decodes
+            return DirectCourse.alone(self, head, request, workers, alone)
         placed = Placed(pair, handoff)
         joint = joint_of(request, pair.prefill.runtime)
         if handoff.in_turn:
@@ -491,21 +514,10 @@ class Session:
             return RelayedCourse(self, head, request, joint, placed, choice, attempts)
         return DirectCourse.paired(self, head, request, placed)
 
-    def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:
-        """The course of a request that one worker of the pair answers alone."""
-        placer = self.gateway.placer
-        workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request, pair.prefill)
-        return self._alone_on(head, request, workers, alone)
-
-    def _alone_on(
-        self, head: RequestHead, request: InferenceRequest, workers: Sequence[Worker], alone: Alone
-    ) -> Course:
-        """The same, on the first of ``workers`` unless there is one that must be it."""
-        placer = self.gateway.placer
-        if request.api is RESPONSES and isinstance(before := request.body.get("previous_response_id"), str):
-            keeper = self.gateway.stored.keeper(before, placer.all_decodes())
-            workers = workers if keeper is None else (keeper,)
-        return DirectCourse.alone(self, head, request, workers, alone)
+    def _lone(self, head: RequestHead, request: InferenceRequest, lone: Lone) -> Course:
+        """The course of a request for which no pair was looked for."""
+        self._name_legs(self.gateway.handoffs.of(lone.workers[0]), request.api)
+        return DirectCourse.alone(self, head, request, lone.workers, lone.alone)
 
     def _name_legs(self, handoff: Handoff, api: Api) -> None:
         if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
@@ -516,11 +528,10 @@ class Session:
     ) -> Course | None:
         """The course of a request for which there is no pair, where a decode may serve without."""
         gateway = self.gateway
-        decodes = gateway.placer.decodes(request)
         waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
-        if not waives or not decodes or not gateway.handoffs.of(decodes[0]).waivable:
+        decodes = gateway.placer.decodes(request, room=lone_room(taken)) if waives else ()
+        if not decodes or not gateway.handoffs.of(decodes[0]).waivable:
             return None
-        decodes = workers_with_room(gateway.placer, request, decodes, taken)
         return DirectCourse.alone(self, head, request, decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED))
 
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:

@@ -138,6 +138,10 @@ class Handoff(Protocol):
         """
 
     @property
+    def blame(self) -> float:
+        """How many seconds a decode's 500 may be kept back while its prefill is out, whose failure may be its cause."""
+
+    @property
     def lets_finish(self) -> bool:
         """A prefill leg must be let finish once its decode leg is out, even if nobody wants the answer any more."""
 

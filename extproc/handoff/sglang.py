@@ -81,6 +81,7 @@ class SglangHandoff:
     name = "sglang"
     in_turn = False
     lets_finish = False
+    blame = HOLD_SECONDS  # a transfer that fails fails both legs (srt/disaggregation/{prefill,decode}.py, 0.5.23)
     pushes = False  # it does, but its decode notices within seconds
     prefixes_ids = False
     waivable = False

@@ -176,6 +176,7 @@ class VllmHandoff:
 
     live = 0  # there are no rooms
     lets_finish = False
+    blame = 0.0  # a decode that cannot fetch says so for itself
     pushes = False
     prefixes_ids = True
     waivable = True

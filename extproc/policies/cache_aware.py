@@ -147,15 +147,15 @@ class CacheAwarePolicy(Policy):
         if self._exact is not None:
             self._exact.forget(worker)
 
-    def held(self, request: RequestView, worker: Worker) -> int:
-        """About how many tokens of the beginning of the prompt the KV cache of ``worker`` is known to hold."""
+    def held(self, request: RequestView, workers: Sequence[Worker]) -> Mapping[Worker, int]:
+        """See Policy. What is guessed is a part of the prompt, in bytes: it has the same part of its tokens."""
         chain = self._chain(request)
-        known = None if self._exact is None else self._exact.overlaps(request, (worker,))
-        if known is not None and worker in known:
-            return known[worker]
-        # Not what is on its way to it: this request itself is booked there.
-        held = self._index.overlaps(chain, self._now(), booked=False).get(worker, 0)
-        return held // BYTES_PER_TOKEN
+        # Not what is on its way to them.
+        guessed = self._index.overlaps(chain, self._now(), booked=False)
+        tokens, size = request.prompt_tokens(), max(1, chain.size)
+        held = {worker: tokens * known // size for worker, known in guessed.items()}
+        exact = None if self._exact is None else self._exact.overlaps(request, workers)
+        return held if exact is None else held | dict(exact)
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
@@ -198,6 +198,11 @@ class CacheAwarePolicy(Policy):
             order.remove(best)
             order.insert(0, best)
         return [among[place] for place in order[:limit]]
+
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._calls -= 1
+        self.over(request.notes)
 
     def _correct(
         self, overlaps: dict[Worker, int], request: RequestView, chain: PromptChain, among: Sequence[Worker], now: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from extproc.workers.worker import Worker
@@ -56,12 +56,29 @@ class Policy(ABC):
         is the fleet's own tuple, the same object until something changes, or one made for this request.
         """
 
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: B027 - most keep nothing
+        """The last :meth:`rank` was of these, and nothing comes of it: it is as if it had not been asked."""
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """The same as the last :meth:`rank`, whose first does not fit, but of those that do; it counts instead of that.
+
+        Nobody, and nothing counts, where none fits.
+        """
+        self.take_back(candidates, request)
+        left = tuple(worker for worker in candidates if fits(worker))
+        return self.rank(left, limit, request) if left else ()
+
     def learn(self, request: RequestView, worker: Worker) -> None:  # noqa: B027 - most policies learn nothing
         """A leg of ``request`` on ``worker`` was answered as it should be: its KV cache has the prompt."""
 
-    def held(self, request: RequestView, worker: Worker) -> int:  # noqa: ARG002
-        """About how many tokens of the beginning of the prompt the KV cache of ``worker`` is known to hold."""
-        return 0
+    def held(self, request: RequestView, workers: Sequence[Worker]) -> Mapping[Worker, int]:  # noqa: ARG002
+        """About how many tokens of the beginning of the prompt the KV caches of ``workers`` are known to hold.
+
+        Others may be there, too; one that is not there holds none.
+        """
+        return {}
 
     def over(self, notes: dict[object, object]) -> None:  # noqa: B027
         """The request with these notes is over, however it ended: nothing of it is under way any more."""

@@ -9,7 +9,7 @@ and so skips or repeats workers whenever the set changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.policies.policy import Policy, RequestView
@@ -22,11 +22,12 @@ _CHOSEN: Final = 4096  # workers of whom it is remembered when they were chosen
 class _Turn:
     """The turn of one set of candidates, which it holds: no other object can have their identity meanwhile."""
 
-    __slots__ = ("candidates", "next", "rankings", "used")
+    __slots__ = ("before", "candidates", "next", "rankings", "used")
 
     def __init__(self, candidates: Sequence[Worker], start: int) -> None:
         self.candidates = candidates
         self.next = start
+        self.before = start  # what was next at the last call
         self.used = 0  # the call in which it was looked at last
         self.rankings: dict[tuple[int, int], Sequence[Worker]] = {}  # by start and limit
 
@@ -38,21 +39,58 @@ class RoundRobinPolicy(Policy):
         self._turns: dict[int, _Turn] = {}  # by identity of the candidates
         self._chosen: dict[str, int] = {}  # when each was chosen last, in calls; by the id of a worker
         self._calls = 0
+        self._before = 0  # when the one that was chosen last had been chosen before that
 
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """The next candidate and those after it."""
         turn = self._turns.get(id(candidates))
         if turn is None:
             turn = self._begin(candidates)
-        start = turn.next
-        turn.next = start + 1 if start + 1 < len(candidates) else 0
         turn.used = self._calls = self._calls + 1
-        self._chosen[candidates[start].id] = self._calls
+        turn.before = turn.next
+        return self._take(turn, turn.next, limit)
+
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: ARG002
+        """See Policy."""
+        turn = self._turns[id(candidates)]
+        self._untake(turn)
+        turn.next = turn.before
+
+    def pass_over(
+        self,
+        candidates: Sequence[Worker],
+        limit: int,
+        request: RequestView,  # noqa: ARG002
+        fits: Callable[[Worker], bool],
+    ) -> Sequence[Worker]:
+        """See Policy. The turn goes on: else every request would meet with the one that does not fit."""
+        turn = self._turns[id(candidates)]
+        self._untake(turn)
+        size = len(candidates)
+        for place in range(turn.next, turn.next + size - 1):
+            if fits(candidates[place % size]):
+                return self._take(turn, place % size, limit)
+        turn.next = turn.before
+        return ()
+
+    def _take(self, turn: _Turn, start: int, limit: int) -> Sequence[Worker]:
+        candidates = turn.candidates
+        turn.next = start + 1 if start + 1 < len(candidates) else 0
+        first = candidates[start].id
+        self._before = self._chosen.get(first, 0)
+        self._chosen[first] = self._calls
         ranking = turn.rankings.get((start, limit))
         if ranking is None:
             turned = (*candidates[start:], *candidates[:start])
             ranking = turn.rankings[start, limit] = turned[:limit]
         return ranking
+
+    def _untake(self, turn: _Turn) -> None:
+        first = turn.candidates[turn.next - 1].id
+        if self._before:
+            self._chosen[first] = self._before
+        else:
+            del self._chosen[first]
 
     def _begin(self, candidates: Sequence[Worker]) -> _Turn:
         """The turn of a set that was not seen before: it begins after the one of them that was chosen last."""

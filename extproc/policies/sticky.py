@@ -46,12 +46,13 @@ class _Assignment:
 class _Hold:
     """One request's place with the worker of its key."""
 
-    __slots__ = ("assignment", "spilled", "worker")
+    __slots__ = ("assignment", "before", "spilled", "worker")
 
     def __init__(self, assignment: _Assignment) -> None:
         self.assignment = assignment
         self.worker: Worker | None = None  # None: it holds none
         self.spilled = False  # it went there only because another was full
+        self.before: list[Worker] | None = None  # whom the key had, where the policy was asked for another
 
     def take(self, worker: Worker) -> None:
         """Hold ``worker`` instead of what was held."""
@@ -123,6 +124,7 @@ class StickyPolicy(Wrapper):
         open_to = [worker for worker in assignment.workers if worker in candidates]
         free = [worker for worker in open_to if not self._is_full(assignment, worker)]
         hold.spilled = len(free) < len(open_to)
+        hold.before = None if free else list(assignment.workers)
         if free:
             hold.take(free[0])
             return followed(free, candidates, limit)
@@ -131,6 +133,17 @@ class StickyPolicy(Wrapper):
         self._remember(assignment, chosen)
         hold.take(chosen)
         return followed((chosen, *(worker for worker in ranked if worker is not chosen)), candidates, limit)
+
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:
+        """See Policy."""
+        hold = request.notes.get(self)
+        if not isinstance(hold, _Hold):
+            self._inner.take_back(candidates, request)
+            return
+        hold.release()
+        if hold.before is not None:
+            self._chooser.take_back(candidates, request)
+            self._have(hold.assignment, hold.before)
 
     def learn(self, request: RequestView, worker: Worker) -> None:
         """See Policy: whoever answered is where the key goes from now on."""
@@ -187,12 +200,14 @@ class StickyPolicy(Wrapper):
                 assignment.workers[1:] = [worker]
 
     def _put_first(self, assignment: _Assignment, worker: Worker) -> None:
-        if not assignment.kept:
-            return
-        self._count(assignment, -1)
         others = [other for other in assignment.workers if other is not worker]
-        assignment.workers = [worker, *others][:_REMEMBERED]
-        self._count(assignment, 1)
+        self._have(assignment, [worker, *others][:_REMEMBERED])
+
+    def _have(self, assignment: _Assignment, workers: list[Worker]) -> None:
+        if assignment.kept:
+            self._count(assignment, -1)
+            assignment.workers = workers
+            self._count(assignment, 1)
 
     def _count(self, assignment: _Assignment, change: int) -> None:
         for worker in assignment.workers[:1]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from extproc.policies.policy import Policy, RequestView
 from extproc.workers.worker import Worker
 
@@ -14,6 +16,10 @@ class Wrapper(Policy):
         self.learns = inner.learns
         self.holds = inner.holds
 
+    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:
+        """See Policy."""
+        self._inner.take_back(candidates, request)
+
     def learn(self, request: RequestView, worker: Worker) -> None:
         """See Policy."""
         self._inner.learn(request, worker)
@@ -22,9 +28,9 @@ class Wrapper(Policy):
         """See Policy."""
         self._inner.forget(worker)
 
-    def held(self, request: RequestView, worker: Worker) -> int:
+    def held(self, request: RequestView, workers: Sequence[Worker]) -> Mapping[Worker, int]:
         """See Policy."""
-        return self._inner.held(request, worker)
+        return self._inner.held(request, workers)
 
     def over(self, notes: dict[object, object]) -> None:
         """See Policy."""
