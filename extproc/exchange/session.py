@@ -494,6 +494,7 @@ class Session:
     def _alone(self, head: RequestHead, request: InferenceRequest, pair: Pair, alone: Alone) -> Course:
         """The course of a request that one worker of the pair answers alone."""
         placer = self.gateway.placer
+        placer.spared(request, Role.PREFILL if alone.role is Role.DECODE else Role.DECODE)
         workers = pair.decodes if alone.role is Role.DECODE else placer.prefills(request, pair.prefill)
         return self._alone_on(head, request, workers, alone)
 
@@ -516,9 +517,10 @@ class Session:
     ) -> Course | None:
         """The course of a request for which there is no pair, where a decode may serve without."""
         gateway = self.gateway
+        if gateway.config.retry.on_prefill_failure is not OnPrefillFailure.DECODE_ONLY:
+            return None
         decodes = gateway.placer.decodes(request)
-        waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
-        if not waives or not decodes or not gateway.handoffs.of(decodes[0]).waivable:
+        if not decodes or not gateway.handoffs.of(decodes[0]).waivable:
             return None
         decodes = workers_with_room(gateway.placer, request, decodes, taken)
         return DirectCourse.alone(self, head, request, decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED))

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple, Protocol
 from extproc.errors import GatewayError
 from extproc.policies.crowded import LeastCrowded
 from extproc.policies.fail_over import FailOver
+from extproc.policies.least import turned
 from extproc.policies.policy import Policy, RequestView
 from extproc.workers.pairing import hand_over_alike, of_one_model, why_none
 from extproc.workers.pairs import Pairs, Tiers
@@ -118,26 +119,23 @@ class Placer:
         """The workers of ``role`` that may be given a request for ``model`` now, room or not, overloaded or not."""
         return self._fleet.with_overloaded(role, model)
 
-    def alike(
+    def alike(self, request: RequestView, like: Worker, without: Collection[Worker] = ()) -> Sequence[Worker]:
+        """Workers in order of preference that may be given what was meant for ``like``; none may be left."""
+        found = self._alike(request, like, without)
+        if not found:
+            return ()
+        ranked = self._policy(like.role, found).rank(found, CANDIDATES, request)
+        return self._fail_over.order(ranked, (found,), lasting=False)
+
+    def others(
         self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
     ) -> Sequence[Worker]:
-        """Workers in order of preference that may be given what was meant for ``like``; none may be left.
+        """Some of those, in no order of preference: no policy hears of it, so that ``request`` stays where it is.
 
         ``partner``: they must also have the same partners, for it is about a KV cache that one of those has.
         """
-        for workers in (self._fleet.usable, self._fleet.with_overloaded):
-            found = tuple(
-                worker
-                for worker in workers(like.role, request.model)
-                if hand_over_alike(worker, like)
-                and worker.api_key == like.api_key
-                and worker not in without
-                and (not partner or worker.pairing == like.pairing)
-            )
-            if found:
-                ranked = self._policy(like.role, found).rank(found, CANDIDATES, request)
-                return self._fail_over.order(ranked, (found,), lasting=False)
-        return ()
+        found = self._alike(request, like, without, partner=partner)
+        return self._fail_over.order(turned(found), (found,), lasting=False)[:CANDIDATES] if found else ()
 
     def decodes(
         self, request: RequestView, among: Callable[[Sequence[Worker]], Sequence[Worker]] | None = None
@@ -188,6 +186,10 @@ class Placer:
         """About how many tokens of the prompt a decode worker's KV cache is known to hold."""
         return self._decode.held(request, decode)
 
+    def spared(self, request: RequestView, role: Role) -> None:
+        """Of the pair chosen for ``request`` the worker of ``role`` gets no leg after all."""
+        (self._decode if role is Role.DECODE else self._prefill).over(request.notes)
+
     def over(self, notes: dict[object, object]) -> None:
         """The request with these notes (RequestView) is over."""
         for policy in self._holders:
@@ -199,6 +201,22 @@ class Placer:
         self._decode.forget(worker)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _alike(
+        self, request: RequestView, like: Worker, without: Collection[Worker], *, partner: bool = False
+    ) -> tuple[Worker, ...]:
+        for workers in (self._fleet.usable, self._fleet.with_overloaded):
+            found = tuple(
+                worker
+                for worker in workers(like.role, request.model)
+                if hand_over_alike(worker, like)
+                and worker.api_key == like.api_key
+                and worker not in without
+                and (not partner or worker.pairing == like.pairing)
+            )
+            if found:
+                return found
+        return ()
 
     def _policy(self, role: Role, candidates: Sequence[Worker]) -> Policy:
         """Who ranks ``candidates``, which are all overloaded or none."""
