@@ -79,7 +79,7 @@ def _events(kept: Kept) -> list[Event]:
     new = names[kept.first :]
     if new:
         parent = names[kept.first - 1] if kept.first else None
-        tokens = packed([each for name in new for each in ids_of(name)])
+        tokens = b"".join(packed(ids_of(name)) for name in new)
         found.append(Stored(new, parent, tokens, BLOCK, None, ()))
     if kept.gone:
         found.append(Removed(kept.gone))

@@ -61,6 +61,7 @@ MOST_LOOKED_AT: Final = 32
 SAMPLE: Final = 16
 _SETS: Final = 16
 _HASH_HOLDERS: Final = 3
+_AVERAGED: Final = 16  # prompts, of whose bytes for a token the mean counts
 _GROWN: Final = 200.0  # of an exponent
 _CHAIN: Final = "prompt chain"  # both roles' policies look at the same
 
@@ -113,7 +114,8 @@ class CacheAwarePolicy(Policy):
             most_holders=_HASH_HOLDERS if hashed else None,
         )
         self._epoch = now()  # ``recent`` of every cache is larger by e to the time since then
-        self._usual_room = float(BYTES_PER_TOKEN * _USUAL_ROOM)  # of a cache that nobody says the size of
+        self._per_token = float(BYTES_PER_TOKEN)  # bytes of a prompt for one token: ids as JSON are longer than text
+        self._usual_room = self._per_token * _USUAL_ROOM  # of a cache that nobody says the size of
         self._calls = 0
         self._took = self._done = 0.0  # of all workers
         self._sets: dict[int, tuple[Sequence[Worker], frozenset[Worker]]] = {}  # by identity of the candidates
@@ -129,11 +131,12 @@ class CacheAwarePolicy(Policy):
         if booking is not None:
             self._clock(booking, worker, now)  # type: ignore[arg-type]
             self.over(request.notes)
-        cache = self._index.cache(worker)
+        cache, chain = self._index.cache(worker), self._chain(request)
+        self._per_token += (max(BYTES_PER_TOKEN, _per_token(chain, request)) - self._per_token) / _AVERAGED
         load = worker.engine_load
         if load is not None and load.max_tokens:
-            cache.room = self._usual_room = BYTES_PER_TOKEN * load.max_tokens
-        new = self._index.add(self._chain(request), worker, now)
+            cache.room = self._usual_room = self._per_token * load.max_tokens
+        new = self._index.add(chain, worker, now)
         cache.recent += new * self._growth(now)
         if self._exact is not None:
             self._exact.learn(request, worker)
@@ -158,7 +161,7 @@ class CacheAwarePolicy(Policy):
             return known[worker]
         # Not what is on its way to it: this request itself is booked there.
         held = self._index.overlaps(chain, self._now(), booked=False).get(worker, 0)
-        return held // BYTES_PER_TOKEN
+        return int(held / _per_token(chain, request))
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ class CacheAwarePolicy(Policy):
         if self._exact is not None:
             known = self._exact.overlaps(request, among)
             if known is not None:
-                per_token = chain.size / max(1, request.prompt_tokens())  # token ids in JSON are longer than text
+                per_token = _per_token(chain, request)
                 for worker, tokens in known.items():
                     overlaps[worker] = min(chain.size, round(per_token * tokens))
                 # No engine says what is only on its way to it.
@@ -208,6 +211,7 @@ class CacheAwarePolicy(Policy):
         if self._looks_at_usage and self._lopsided(among):
             overlaps = {}
         pace = self._done / self._took if self._took else 1.0
+        per_token = self._per_token
         costs = []
         for worker in among:
             held: float = overlaps.get(worker, 0)
@@ -216,9 +220,9 @@ class CacheAwarePolicy(Policy):
                     held = 0
                 elif decay:
                     held /= 1 + decay * worker.load
-            load: float = BYTES_PER_TOKEN * worker.tokens
+            load = per_token * worker.tokens
             if self._decode:
-                costs.append(load + BYTES_PER_TOKEN * _DECODE_REQUEST * worker.load - _DECODE_SPARED * held)
+                costs.append(load + per_token * _DECODE_REQUEST * worker.load - _DECODE_SPARED * held)
                 continue
             cache = index_cache.get(worker)
             if cache is None:
@@ -318,6 +322,11 @@ class CacheAwarePolicy(Policy):
                 cache.recent *= shrunk
             self._epoch, exponent = now, 0.0
         return math.exp(exponent)
+
+
+def _per_token(chain: PromptChain, request: RequestView) -> float:
+    """Bytes of this prompt for one of its tokens, as :meth:`RequestView.prompt_tokens` counts them."""
+    return max(1, chain.size) / max(1, request.prompt_tokens())
 
 
 def _neighbours(candidates: Sequence[Worker]) -> Sequence[Worker]:
