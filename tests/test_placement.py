@@ -38,7 +38,7 @@ def test_round_robin_is_fair(count, rounds):
     assert max(counts) - min(counts) <= 1
 
 
-@given(st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=6))
+@given(st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=30))
 def test_round_robin_goes_on_where_it_was_when_the_set_changes(sets):
     """A worker that stays in the set is not chosen again before the others that stay have been."""
     policy = RoundRobinPolicy()
