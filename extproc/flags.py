@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_settings(namespace: argparse.Namespace) -> Settings:
     """The settings that parsed arguments, the environment and the YAML file add up to; raises SettingsError."""
     flags = {name: value for name, value in vars(namespace).items() if name in Settings.model_fields}
-    refused = [not_available(flag) for flag in getattr(namespace, _NotAvailable.collected, ())]
+    refused = [not_available(flag.removeprefix("--"), flag) for flag in getattr(namespace, _NotAvailable.collected, ())]
     try:
         settings = load_settings(flags, os.environ, getattr(namespace, "config", None))
     except SettingsError as error:

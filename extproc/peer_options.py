@@ -34,7 +34,13 @@ ALIASES = {
 
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())
 
+# Of those that will not come: what there is instead.
+INSTEAD = {
+    "kv-index": "is an option of smg: here --kv-event-source has one index for all engines; leave it out",
+    "selection-accounting-ttl-ms": "is an option of smg: here a choice counts until its leg ends; leave it out",
+}
 
-def not_available(shown_name: str) -> str:
-    """The message for an option under the name its source gives it (``--selector``, ``PD_EXTPROC_SELECTOR``)."""
-    return f"{shown_name} is an option of smg that is not available yet"
+
+def not_available(option: str, shown_name: str) -> str:
+    """The message for one of them under the name its source gives it (``--selector``, ``PD_EXTPROC_SELECTOR``)."""
+    return f"{shown_name} {INSTEAD.get(option, 'is an option of smg that is not available yet')}"

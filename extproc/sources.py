@@ -89,7 +89,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[s
         elif field in Settings.model_fields and variable.isupper():
             values[field] = _Value(text, variable)
         elif field in _NOT_YET:
-            problems.append(not_available(variable))
+            problems.append(not_available(field.replace("_", "-"), variable))
         else:
             known = [CONFIG_VARIABLE, *map(variable_of, Settings.model_fields)]
             problems.append(f"environment: unknown variable {variable}{_nearest(variable, known)}")
@@ -107,7 +107,7 @@ def _from_yaml(path: Path, problems: list[str]) -> dict[str, _Value]:
         elif field in Settings.model_fields:
             values[field] = _Value(raw, shown_name)
         elif field in _NOT_YET:
-            problems.append(not_available(shown_name))
+            problems.append(not_available(field.replace("_", "-"), shown_name))
         else:
             problems.append(f"{path}: unknown key {key}{_nearest(field, Settings.model_fields)}")
     return values

@@ -74,12 +74,12 @@ class Asked:
     fields: dict[str, bytes] = field(default_factory=dict)
     prompt: bytes = b'"a prompt"'
     context: bytes = b""
-    tokens: int = 8
+    tokens: int | None = None  # None: as of a body of text with nothing but the prompt
     notes: dict = field(default_factory=dict)
     rid: str = ""
 
     def prompt_tokens(self) -> int:
-        return self.tokens
+        return max(1, (len(self.context) + len(self.prompt)) // 4) if self.tokens is None else self.tokens
 
     def prompt_bytes(self, most=None) -> bytes:
         return self.prompt[:most]

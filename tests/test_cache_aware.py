@@ -189,8 +189,6 @@ def test_a_busy_worker_is_left_though_it_holds_the_prompt():
     rig = Rig(count=2)
     prompt = text(8000)
     holder = rig.served(prompt)
-    busy = [rig.sent(prompt[:4000] + text(40_000, seed), tokens=11_000) for seed in range(0)]
-    assert not busy
     for seed in range(20):
         asked = Asked(prompt=text(40_000, seed), tokens=10_000)
         rig.policy.rank((holder,), 1, asked)
@@ -363,6 +361,43 @@ def test_what_an_engine_has_no_room_for_is_lost():
     rig.served(text(6000, 2))
     assert not held(rig.policy, only, text(6000, 1))
     assert held(rig.policy, only, text(6000, 2))
+
+
+def test_token_ids_are_measured_by_how_long_they_are():
+    """As JSON they have 7 bytes for a token here, not 4: as many tokens fit into a cache all the same."""
+    rig = Rig(count=1)
+    (only,) = rig.workers
+    usage(only, 0.5, tokens=3000)
+
+    def ids(seed, count=1000):
+        return b"[" + b",".join(b"%d" % (100_000 + seed * 1000 + number) for number in range(count)) + b"]"
+
+    for seed in range(200):
+        rig.policy.learn(Asked(prompt=ids(seed), tokens=1000), only)
+    held = [rig.policy.held(Asked(prompt=ids(seed), tokens=1000), [only])[only] for seed in (199, 198, 197)]
+    assert all(900 < each <= 1000 for each in held[:2])
+    assert not rig.policy.held(Asked(prompt=ids(195), tokens=1000), [only]).get(only)
+    again = ids(199)[: 7 * 500] + ids(7, 500)[1:]
+    assert 440 < rig.policy.held(Asked(prompt=again, tokens=1000), [only])[only] <= 500
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=30), seed=st.integers(0, 3))
+def test_what_was_used_last_is_what_is_held(lengths, seed):
+    """The last prompts that fit into the cache are known, and none of those before."""
+    rig = Rig(count=1)
+    (only,) = rig.workers
+    usage(only, 0.5, tokens=3000)
+    prompts = [text(300 * length, 100 * seed + number) for number, length in enumerate(lengths)]
+    for prompt in prompts:
+        rig.served(prompt)
+    since = 0
+    for prompt in reversed(prompts):
+        known = held(rig.policy, only, prompt)
+        if since + len(prompt) <= 4 * 3000:
+            assert known >= (len(prompt) - max(256, len(prompt) // 16) - 1) // 4
+        elif since - 300 * 16 > 4 * 3000:  # of each its last bytes are not counted
+            assert not known
+        since += len(prompt)
 
 
 def test_by_the_hash_index_what_is_known_is_so_for_a_time():

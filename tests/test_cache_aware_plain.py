@@ -47,6 +47,7 @@ class Plain:
         self.all = (0.0, 0.0)
         self.rooms = {}
         self.usual = 1_600_000.0
+        self.per_token = 4.0  # bytes that count as one
         self.calls = 0
 
     def pending(self, worker):
@@ -61,8 +62,8 @@ class Plain:
         held = 0 if held < options.cache_threshold * chain.size else held
         held /= 1 + options.overlap_decay * worker.load
         if self.role is Role.DECODE:
-            return BYTES_PER_TOKEN * (worker.tokens + 256 * worker.load) - 0.1 * held
-        lacks, load = chain.size - held, BYTES_PER_TOKEN * worker.tokens
+            return self.per_token * (worker.tokens + 256 * worker.load) - 0.1 * held
+        lacks, load = chain.size - held, self.per_token * worker.tokens
         if worker not in self.seen:
             return load + lacks + min(lacks * LEAST_TOLL, MOST_TOLL)
         load = min(load, self.pending(worker))
@@ -115,8 +116,10 @@ class Plain:
             share = 1 - 0.1 / len(self.seen)
             self.all = (self.all[0] * share + took, self.all[1] * share + done)
         self.seen.add(worker)
+        measured = max(1, len(asked.prompt)) / max(1, asked.tokens)
+        self.per_token += (max(BYTES_PER_TOKEN, measured) - self.per_token) / 16
         if worker.engine_load is not None and worker.engine_load.max_tokens:
-            self.rooms[worker] = self.usual = BYTES_PER_TOKEN * worker.engine_load.max_tokens
+            self.rooms[worker] = self.usual = self.per_token * worker.engine_load.max_tokens
         self.put_in.append((worker, new, self.now()))
 
     def forget(self, worker):

@@ -16,7 +16,7 @@ import yaml
 
 from extproc import __version__, cli, logs
 from extproc.envoy_config import dataplane_config
-from extproc.peer_options import NOT_AVAILABLE_YET
+from extproc.peer_options import INSTEAD, NOT_AVAILABLE_YET
 from extproc.settings import PolicyName, Settings
 from extproc.workers.worker import WorkerUrl
 
@@ -150,7 +150,7 @@ def test_what_is_not_there_yet_is_refused_by_name(launch: Launch, options: str, 
 def test_each_missing_option_of_the_peer_is_refused(launch: Launch, option: str) -> None:
     for form in (f"--{option}", f"--{option} 1", f"--{option}=1"):
         outcome = launch(f"{PAIR} {form}")
-        assert outcome.complaints == [f"--{option} {NOT_YET}"]
+        assert outcome.complaints == [f"--{option} {INSTEAD.get(option, NOT_YET)}"]
         assert outcome.code == 2
 
 
@@ -165,13 +165,13 @@ def test_options_with_two_names(launch: Launch, flag: str) -> None:
     assert not settings.routing_key_override
 
 
-def test_the_several_workers_without_the_missing_policies(launch: Launch) -> None:
-    settings = launch(f"{MULTIPLE} --policy random --prefill-policy round_robin").settings
+def test_several_workers_with_a_policy_for_each_role(launch: Launch) -> None:
+    settings = launch(f"{MULTIPLE} --prefill-policy cache_aware --decode-policy power_of_two").settings
     assert settings is not None
     assert [worker.url.host for worker in settings.prefill] == ["prefill1", "prefill2"]
     assert [worker.url.host for worker in settings.decode] == ["decode1", "decode2"]
-    assert settings.prefill_policy is PolicyName.ROUND_ROBIN
-    assert settings.decode_policy is PolicyName.RANDOM
+    assert settings.prefill_policy is PolicyName.CACHE_AWARE
+    assert settings.decode_policy is PolicyName.POWER_OF_TWO
 
 
 # --- forms ---

@@ -17,7 +17,10 @@ from extproc.exchange.trial import Trial
 from extproc.handoff.table import Handoffs
 from extproc.lone_decodes import LoneDecodeWarnings
 from extproc.observe import RequestMetrics
+from extproc.policies.names import PolicyName
 from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.policies.table import policy_of
+from extproc.policies.tuning import Tuning
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status
 
@@ -289,6 +292,127 @@ def test_nobody_holds_more_than_there_is():
     client = rig.post(PATH, LONG)
     released(client)
     assert "10 of them cached" in end(rig, client).note
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+class Counted(RoundRobinPolicy):
+    """Knows how often it was asked."""
+
+    asked = 0
+
+    def rank(self, candidates, limit, request):
+        self.asked += 1
+        return super().rank(candidates, limit, request)
+
+
+def keyed(*workers, held=0, **config):
+    """A rig with sticky sessions over round_robin, whose decode workers hold so many tokens of every prompt."""
+    rig = Rig(*workers, retry=STEADY, **config)
+    placer, tuning = rig.gateway.placer, Tuning(routing_key_override=True)
+    for role, name in ((Role.PREFILL, "_prefill"), (Role.DECODE, "_decode")):
+        setattr(placer, name, policy_of(PolicyName.ROUND_ROBIN, tuning, rig.clock.now, role))
+    placer._decode._inner = Knowing(**{f"at_{w.url.port}": held for w in workers if w.role is Role.DECODE})
+    placer._holders = [placer._prefill, placer._decode]
+    return rig
+
+
+def turn(rig, key, body):
+    """A request of a session; its prefill leg, if there is one, is answered: client, and where both legs went."""
+    client = rig.post(PATH, body, headers=[("x-smg-routing-key", key)])
+    prefill = None
+    for leg in rig.egress.out_at("prefill"):
+        prefill = leg.destination
+        leg.answer()
+    return client, prefill, released(client)[2][0]
+
+
+def finish(client, served):
+    client.decode_head(headers=[("x-pd-upstream", served)])
+    client.call.take()
+    client.close()
+
+
+def test_a_session_has_one_decode_worker_with_a_prefill_leg_and_without():
+    rig = keyed(*nixl((1, 2), (11, 12, 13)), min_prompt_tokens=10)
+    homes = {}
+    for bodies in ([SHORT, LONG, SHORT], [LONG, SHORT, LONG], [SHORT] * 3):
+        for key, body in zip("abc", bodies, strict=True):
+            client, prefill, decode = turn(rig, key, body)
+            assert (prefill is None) == (body is SHORT)
+            finish(client, decode)
+            assert homes.setdefault(key, decode) == decode
+    assert len(set(homes.values())) == 3
+    rig.assert_nothing_is_left()
+
+
+def test_what_a_session_has_under_way_alone_counts_until_its_end():
+    rig = keyed(*nixl((1, 2), (11, 12, 13)), min_prompt_tokens=10)
+    first, _, home = turn(rig, "a", SHORT)
+    first.decode_head(headers=[("x-pd-upstream", home)])
+    second, _, same = turn(rig, "a", SHORT)
+    third, _, other = turn(rig, "a", SHORT)
+    assert same == home != other
+    second.close()
+    fourth, _, again = turn(rig, "a", SHORT)
+    assert again == home
+    for client in (first, third, fourth):
+        client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_a_session_follows_the_worker_that_took_over_alone():
+    rig = keyed(*nixl((1, 2), (11, 12, 13)), min_prompt_tokens=10)
+    client, _, failed = turn(rig, "a", SHORT)
+    client.decode_head(503, [("x-pd-upstream", failed)])
+    second = client.late()
+    rig.clock.advance(max(STEADY.initial, HEAD_SECONDS))
+    (leg,) = rig.egress.out
+    served = leg.destination.partition(",")[0]
+    assert served != failed
+    leg.answer(headers=[(b"x-pd-upstream", served.encode())])
+    second.close()
+    client.close()
+    for body in (SHORT, LONG):
+        client, _, decode = turn(rig, "a", body)
+        assert decode == served
+        finish(client, decode)
+    rig.assert_nothing_is_left()
+
+
+def test_nobody_is_chosen_before_the_pause_is_over():
+    """Whether anybody is left is no choice: it takes no turn, and moves no session."""
+    rig = conditional(*nixl((1,), (11, 12, 13)))
+    policy = rig.gateway.placer._decode = Counted()
+    client = rig.post(PATH, SHORT)
+    _, _, destinations = released(client)
+    client.decode_head(503, [("x-pd-upstream", destinations[0])])
+    second = client.late()
+    assert policy.asked == 1
+    rig.clock.advance(max(STEADY.initial, HEAD_SECONDS))
+    assert policy.asked == 2
+    (leg,) = rig.egress.out
+    leg.answer()
+    second.close()
+    end(rig, client)
+
+
+def test_a_prefill_worker_that_gets_no_leg_has_nothing_under_way():
+    """Of two requests that run on the decode worker alone, though a pair was chosen, it has none."""
+    rig = keyed(*nixl((1, 2), (11, 12)), min_uncached_tokens=4)
+    client, home, decode = turn(rig, "a", LONG)
+    finish(client, decode)
+    known = rig.gateway.placer._decode._inner.tokens
+    known.update(dict.fromkeys(known, 10))
+    alone = [turn(rig, "a", LONG) for _ in range(2)]
+    assert [prefill for _, prefill, _ in alone] == [None, None]
+    known.update(dict.fromkeys(known, 0))
+    client, prefill, _ = turn(rig, "a", LONG)
+    assert prefill == home
+    for each in (client, *(one for one, _, _ in alone)):
+        each.close()
+    rig.assert_nothing_is_left()
 
 
 # -- who cannot -------------------------------------------------------------------------------------------------------

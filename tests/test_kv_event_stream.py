@@ -227,6 +227,24 @@ async def test_a_gap_that_is_not_kept_any_more(context: zmq.Context[Any]) -> Non
         await eventually(lambda: told.names == [3, 4, 5])
 
 
+async def test_a_hole_in_what_is_kept(context: zmq.Context[Any]) -> None:
+    """vLLM counts a batch on that it could not encode, and keeps nothing of it: it can never be had."""
+    with publishing() as publisher:
+        say(publisher, 0)
+        say(publisher, 1, lost=True, kept=False)
+        say(publisher, 2)
+        with following(context, publisher) as (stream, told):
+            await eventually(lambda: told.names == [2])
+            await publisher.subscribed()
+            say(publisher, 3, lost=True, kept=False)
+            say(publisher, 4)
+            say(publisher, 5)
+            await eventually(lambda: told.names == [4, 5])
+            assert not told.whole
+            assert publisher.replays == [0, 3, 0]
+            assert stream.losses == 4  # of each hole, and once more of each that was looked for in all that is kept
+
+
 @pytest.mark.parametrize("replay_port", [0, None])
 async def test_an_engine_that_restarts(context: zmq.Context[Any], replay_port: int | None) -> None:
     with publishing(replay_port=replay_port) as first, following(context, first) as (stream, told):

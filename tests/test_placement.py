@@ -39,7 +39,7 @@ def test_round_robin_is_fair(count, rounds):
     assert max(counts) - min(counts) <= 1
 
 
-@given(st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=6))
+@given(st.lists(st.sets(st.sampled_from(WORKERS), min_size=1), min_size=1, max_size=30))
 def test_round_robin_goes_on_where_it_was_when_the_set_changes(sets):
     """A worker that stays in the set is not chosen again before the others that stay have been."""
     policy = RoundRobinPolicy()
@@ -208,7 +208,8 @@ def test_a_rolling_upgrade_pairs_like_with_like():
     # An attempt after that may well be on workers of the other version.
     assert place.pair(TINY, (fleet[0], fleet[2]), fleet[0]) == (fleet[1], (fleet[3],))
     assert set(place.alike(TINY, fleet[2])) == set(fleet[2:])
-    assert place.alike(TINY, fleet[2], (fleet[2],), partner=True) == ()
+    assert set(place.others(TINY, fleet[2], (fleet[2],))) == {fleet[3]}
+    assert place.others(TINY, fleet[2], (fleet[2],), partner=True) == ()
 
 
 def test_a_prefill_without_a_partner_left_is_not_chosen_again():
@@ -220,6 +221,17 @@ def test_a_prefill_without_a_partner_left_is_not_chosen_again():
     assert not place.has_pair("tiny", (fleet[2], fleet[1]), fleet[0])
     with pytest.raises(GatewayError, match="page_size"):
         place.pair(TINY, (fleet[2], fleet[1]), fleet[0])
+
+
+def test_who_else_there_is_takes_nobodys_turn():
+    fleet = nixl((1,), (11, 12, 13, 14, 15, 16))
+    place = placer(*fleet)
+    turns = [place.decodes(TINY)[0] for _ in range(3)]
+    seen = {worker for _ in range(64) for worker in place.others(TINY, fleet[1], (fleet[2],))}
+    assert len(place.others(TINY, fleet[1])) == CANDIDATES
+    assert seen == {fleet[1], *fleet[3:]}
+    turns += [place.decodes(TINY)[0] for _ in range(3)]
+    assert turns == fleet[1:]
 
 
 def test_fail_over_is_among_those_of_one_api_key():

@@ -5,16 +5,17 @@ from collections import Counter
 
 import pytest
 from fakes import Asked, FakeFleet, ranks, worker
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from extproc.errors import GatewayError
 from extproc.policies.names import LoadMetric, PolicyName
 from extproc.policies.partners import CANDIDATES
 from extproc.policies.placement import Placer
 from extproc.policies.table import OF_KEYS, policy_of
 from extproc.policies.tuning import Tuning
 from extproc.workers.load import EngineLoad, RankLoad
-from extproc.workers.worker import Role
+from extproc.workers.worker import Role, Status
 
 TINY = Asked()
 LAID_OVER = [Tuning(), Tuning(routing_key_override=True), Tuning(dp_minimum_tokens_scheduler=True)]
@@ -66,7 +67,7 @@ said = st.one_of(
 
 @pytest.mark.parametrize("tuning", LAID_OVER, ids=["alone", "sticky", "rank"])
 @pytest.mark.parametrize("name", PolicyName)
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_ranking_is_of_candidates_without_repetition(name, tuning, data):
     """Whatever the load, the request, the candidates of the call before, and who answered or is gone."""
@@ -132,6 +133,37 @@ def test_through_placement(name):
         assert len(pair.decodes) == CANDIDATES
         assert not {pair.prefill, *pair.decodes} & set(failed)
         failed += [pair.prefill, pair.decodes[0]]
+
+
+STATES = (Status.READY, Status.READY, Status.NOT_READY, Status.DRAINING, Status.FAILED)
+
+
+@pytest.mark.parametrize("tuning", LAID_OVER, ids=["alone", "sticky", "rank"])
+@pytest.mark.parametrize("name", PolicyName)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), asked=st.lists(requests, min_size=2, max_size=8))
+def test_nobody_who_cannot_serve_is_ever_chosen(name, tuning, seed, asked):
+    """Whatever a policy has learned of him: first, for fail-over, for a request alone or tried again."""
+    clock, chance = Clock(), random.Random(seed)
+    decode = PolicyName.RANDOM if name is PolicyName.BUCKET else name
+    workers = [*fleet(4), *(worker(Role.DECODE, port) for port in range(11, 15))]
+    place = Placer(FakeFleet(*workers), policy_of(name, tuning, clock), policy_of(decode, tuning, clock, Role.DECODE))
+    for request in asked:
+        for one in workers:
+            one.status = chance.choice(STATES)
+        usable = {one.role for one in workers if one.usable}
+        if len(usable) < 2:
+            with pytest.raises(GatewayError, match="is available"):
+                place.pair(request)
+            continue
+        pair = place.pair(request)
+        chosen = {pair.prefill, *pair.decodes, *place.decodes(request), *place.prefills(request)}
+        chosen |= {*place.alike(request, pair.decodes[0], pair.decodes[:1]), *place.others(request, pair.prefill)}
+        assert all(one.usable for one in chosen)
+        place.answered(request, pair.prefill)
+        place.answered(request, pair.decodes[0])
+        clock.time += chance.choice((0, 10))
+        place.over(request.notes)
 
 
 def test_passthrough_is_the_first_as_long_as_it_can():

@@ -65,20 +65,28 @@ def test_memory_is_bounded_whatever_comes(visits, memory, forgotten):
     assert index.overlaps(chain(visits[-1][0]) if visits else chain(b""), 30) == {}
 
 
+@pytest.mark.parametrize("ages", [False, True])
 @pytest.mark.parametrize("holders", [1, 2, 6])
-def test_the_bound_is_about_what_it_takes(holders):
-    prompts = [text(2000, seed) for seed in range(600)]
-    index = PrefixIndex(1 << 27, CUTS)
+@pytest.mark.parametrize("memory", [400_000, 500_000, 600_000, 700_000])  # a dict doubles somewhere in between
+def test_the_bound_holds_for_what_it_really_takes(holders, ages, memory):
+    """While old beginnings go and new ones come, which is when dicts are emptier than they are large."""
+    cuts = Cuts()
+    index = PrefixIndex(memory, cuts, ttl=1000 if ages else math.inf)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for each in WORKERS[:holders]:
-            for prompt in prompts:
-                index.add(chain(prompt), each, 0)
-        taken = tracemalloc.get_traced_memory()[0] - before
+        taken = []
+        for seed in range(900 // holders):
+            prompt = chain(text(2500, seed), cuts=cuts)
+            for each in WORKERS[:holders]:
+                index.add(prompt, each, 0)
+            del prompt
+            taken.append(tracemalloc.get_traced_memory()[0] - before)
     finally:
         tracemalloc.stop()
-    assert 0.75 < index.size / taken < 1.5
+    assert index.size > 0.85 * memory
+    assert max(taken) < 1.05 * memory
+    assert taken[-1] > 0.3 * memory  # nor is much less known than there is room for
 
 
 def test_what_was_visited_longest_ago_goes_first_and_the_longer_beginning_before_the_shorter():

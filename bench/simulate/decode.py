@@ -9,40 +9,62 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict
-from collections.abc import Callable
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from statistics import fmean
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
-from bench.simulate.fleet import Request
-from bench.simulate.traffic import BLOCK, SCENARIOS, Scenario, conversations
-from extproc.policies.cache_aware import CacheAwarePolicy
-from extproc.policies.cache_options import CacheAwareSettings
+from bench.simulate.fleet import POLLED
+from bench.simulate.report import spread
+from bench.simulate.request import Request
+from bench.simulate.rules import Peer
+from bench.simulate.traffic import BLOCK, SCENARIOS, Conversation, Scenario, conversations
+from extproc.policies.names import PolicyName
 from extproc.policies.policy import Policy
-from extproc.policies.random_choice import RandomPolicy
-from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.policies.table import policy_of
+from extproc.policies.tuning import Tuning
+from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
 
 _STEP: Final = 0.010  # seconds
 _PER_REQUEST: Final = 0.00025
 _PER_TOKEN: Final = 1.2e-7  # of context
 _TRANSFER: Final = 8e-6  # seconds for a token's KV cache: 160 KB at 20 GB/s
+_SECONDS: Final = 200.0
+_SCENARIOS: Final = ("chat", "agents", "mixed")
+
+Clock = Callable[[], float]
+
+
+class Rule(Protocol):
+    """A policy, or what stands for one."""
+
+    def choose(self, workers: Sequence[Worker], request: Request) -> Worker:
+        """Where ``request`` goes."""
+
+    def started(self, request: Request, worker: Worker) -> None:
+        """Its cache is there."""
+
+    def over(self, request: Request) -> None:
+        """Its answer is."""
 
 
 class Decoder:
     """One decode worker; all its requests go on at the same pace."""
 
-    def __init__(self, number: int, room: int) -> None:
+    def __init__(self, number: int, cache: int) -> None:
         self.worker = Worker(f"d{number}", WorkerUrl("http", f"d{number}", 1), Role.DECODE)
         self.worker.status, self.worker.endpoint = Status.READY, f"10.0.1.{number}:1"
         self.cache: OrderedDict[int, None] = OrderedDict()
-        self.room = room // BLOCK
+        self.size = cache
         self.steps = 0.0  # made so far
         self.at = 0.0
         self.context = 0
         self.running: list[tuple[float, int, Request, float]] = []  # the step at which it ends, ..., when it began
+        self.looks = 0  # how often it was worked out when the next one ends
 
     def pace(self) -> float:
         """Seconds that a step takes now."""
@@ -60,82 +82,179 @@ class Decoder:
         for block in reversed(blocks):
             self.cache[block] = None
             self.cache.move_to_end(block)
-        while len(self.cache) > self.room:
+        while len(self.cache) > self.size // BLOCK:
             self.cache.popitem(last=False)
         return lacking * BLOCK
 
+    def says(self, now: float) -> None:
+        """What an engine answers that is asked for its load."""
+        worker, running = self.worker, len(self.running)
+        usage = min(1.0, self.context / self.size)
+        rank = RankLoad(
+            running=running, waiting=0, waiting_tokens=0, max_tokens=self.size, kv_usage=usage,
+            throughput=running / self.pace(),
+        )  # fmt: skip
+        worker.engine_load = EngineLoad(now, [rank])
+        worker.load_then, worker.tokens_then = worker.load, worker.tokens
 
-def _simulate(scenario: Scenario, seed: int, make: Callable[[Callable[[], float]], Policy]) -> tuple[float, ...]:
-    """Share transferred, mean and 99th percentile of seconds per token, tokens of the fullest as a multiple."""
-    now = 0.0
-    policy = make(lambda: now)
-    decoders = [Decoder(number, scenario.cache) for number in range(scenario.workers)]
-    workers = tuple(each.worker for each in decoders)
-    of = dict(zip(workers, decoders, strict=True))
-    order = count()
-    events: list[tuple[float, int, Callable[[], None]]] = []
-    paces: list[float] = []
-    lopsided: list[float] = []
-    moved = whole = 0
 
-    def arrives(request: Request) -> None:
-        nonlocal moved, whole
-        decoder = of[policy.rank(workers, 4, request)[0]]
+class Outcome(NamedTuple):
+    """Share of the prompts' tokens that was transferred; seconds for each token; tokens of the fullest worker."""
+
+    transferred: float
+    mean: float
+    p99: float
+    fullest: float
+
+
+class Decodes:
+    """The workers of a scenario and the events of its time."""
+
+    def __init__(self, scenario: Scenario, make: Callable[[Clock], Rule]) -> None:
+        self.now = 0.0
+        self._rule = make(lambda: self.now)
+        self._decoders = [Decoder(number, scenario.cache) for number in range(scenario.workers)]
+        self.workers = tuple(each.worker for each in self._decoders)
+        self._of = dict(zip(self.workers, self._decoders, strict=True))
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._paces: list[float] = []
+        self._lopsided: list[float] = []
+        self._moved = self._whole = self._left = 0
+
+    def run(self, all_of_it: Sequence[Conversation]) -> Outcome:
+        """All of them to their end."""
+        for conversation in all_of_it:
+            for number, turn in enumerate(conversation.turns):
+                request = Request(conversation, number, turn.at)
+                self._left += 1
+                self._at(turn.at, lambda request=request: self._arrives(request))
+        for number, decoder in enumerate(self._decoders):
+            self._at(POLLED * number / len(self._decoders), lambda decoder=decoder: self._asks(decoder))
+        while self._events:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+        self._paces.sort()
+        tail = self._paces[int(len(self._paces) * 0.99)]
+        return Outcome(self._moved / self._whole, fmean(self._paces), tail, fmean(self._lopsided))
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def _asks(self, decoder: Decoder) -> None:
+        decoder.says(self.now)
+        if self._left:
+            self._at(self.now + POLLED, lambda: self._asks(decoder))
+
+    def _arrives(self, request: Request) -> None:
+        decoder = self._of[self._rule.choose(self.workers, request)]
         decoder.worker.begin(request.prompt_tokens())
         lacking = decoder.transfer(request)
-        moved, whole = moved + lacking, whole + request.blocks * BLOCK
-        heapq.heappush(events, (now + lacking * _TRANSFER, next(order), lambda: starts(decoder, request)))
-        loads = [each.context for each in decoders]
+        self._moved, self._whole = self._moved + lacking, self._whole + request.blocks * BLOCK
+        self._at(self.now + lacking * _TRANSFER, lambda: self._starts(decoder, request))
+        loads = [each.context for each in self._decoders]
         if sum(loads):
-            lopsided.append(max(loads) * len(loads) / sum(loads))
+            self._lopsided.append(max(loads) * len(loads) / sum(loads))
 
-    def starts(decoder: Decoder, request: Request) -> None:
-        policy.learn(request, decoder.worker)
-        decoder.advance(now)
+    def _starts(self, decoder: Decoder, request: Request) -> None:
+        self._rule.started(request, decoder.worker)
+        decoder.advance(self.now)
         decoder.context += request.blocks * BLOCK
-        heapq.heappush(decoder.running, (decoder.steps + request.turn.output, next(order), request, now))
-        looks(decoder)
+        heapq.heappush(decoder.running, (decoder.steps + request.turn.output, next(self._order), request, self.now))
+        self._looks(decoder, decoder.looks)
 
-    def looks(decoder: Decoder) -> None:
-        decoder.advance(now)
+    def _looks(self, decoder: Decoder, look: int) -> None:
+        if look != decoder.looks:  # another one began meanwhile
+            return
+        decoder.looks += 1
+        decoder.advance(self.now)
         while decoder.running and decoder.running[0][0] <= decoder.steps + 1e-6:
             _, _, request, began = heapq.heappop(decoder.running)
             decoder.context -= request.blocks * BLOCK
             decoder.worker.end(0, request.prompt_tokens())
-            paces.append((now - began) / request.turn.output)
+            self._rule.over(request)
+            self._paces.append((self.now - began) / request.turn.output)
+            self._left -= 1
         if decoder.running:
-            again = now + (decoder.running[0][0] - decoder.steps) * decoder.pace()
-            heapq.heappush(events, (again, next(order), lambda: looks(decoder)))
-
-    for conversation in conversations(scenario, seed):
-        for number, turn in enumerate(conversation.turns):
-            request = Request(conversation, number, turn.at)
-            heapq.heappush(events, (turn.at, next(order), lambda request=request: arrives(request)))
-    while events:
-        now, _, act = heapq.heappop(events)
-        act()
-    paces.sort()
-    return moved / whole, fmean(paces), paces[int(len(paces) * 0.99)], fmean(lopsided)
+            again = self.now + (decoder.running[0][0] - decoder.steps) * decoder.pace()
+            look = decoder.looks
+            self._at(again, lambda: self._looks(decoder, look))
 
 
-_POLICIES: Final[dict[str, Callable[[Callable[[], float]], Policy]]] = {
-    "random": lambda _now: RandomPolicy(),
-    "round_robin": lambda _now: RoundRobinPolicy(),
-    "cache_aware": lambda now: CacheAwarePolicy(CacheAwareSettings(), now, Role.DECODE),
-    "cache_aware as for prefill": lambda now: CacheAwarePolicy(CacheAwareSettings(), now),
+class _OfPolicy:
+    def __init__(self, policy: Policy, *, keyed: bool) -> None:
+        self._policy = policy
+        self._keyed = keyed
+
+    def choose(self, workers: Sequence[Worker], request: Request) -> Worker:
+        if self._keyed:
+            request.fields = {"x-smg-routing-key": request.conversation.key}
+        return self._policy.rank(workers, 4, request)[0]
+
+    def started(self, request: Request, worker: Worker) -> None:
+        if self._policy.learns:
+            self._policy.learn(request, worker)
+
+    def over(self, request: Request) -> None:
+        if self._policy.holds:
+            self._policy.over(request.notes)
+
+
+class _OfPeer:
+    def __init__(self) -> None:
+        self._peer = Peer()
+
+    def choose(self, workers: Sequence[Worker], request: Request) -> Worker:
+        return self._peer.pick(workers, request, lambda worker: worker.load)
+
+    def started(self, request: Request, worker: Worker) -> None:
+        pass
+
+    def over(self, request: Request) -> None:
+        pass
+
+
+def _policy(
+    name: PolicyName, role: Role = Role.DECODE, *, sticky: bool = False, keyed: bool = False
+) -> Callable[[Clock], Rule]:
+    tuning = Tuning(routing_key_override=sticky)
+    return lambda now: _OfPolicy(policy_of(name, tuning, now, role), keyed=keyed or sticky)
+
+
+# By the name in tables.
+RULES: Final[dict[str, Callable[[Clock], Rule]]] = {
+    "random": _policy(PolicyName.RANDOM),
+    "round_robin": _policy(PolicyName.ROUND_ROBIN),
+    "power_of_two": _policy(PolicyName.POWER_OF_TWO),
+    "least_load": _policy(PolicyName.LEAST_LOAD),
+    "prefix_hash": _policy(PolicyName.PREFIX_HASH),
+    "consistent_hashing": _policy(PolicyName.CONSISTENT_HASHING, keyed=True),
+    "manual": _policy(PolicyName.MANUAL, keyed=True),
+    "least_load, sticky": _policy(PolicyName.LEAST_LOAD, sticky=True),
+    "cache_aware": _policy(PolicyName.CACHE_AWARE),
+    "cache_aware as for prefill": _policy(PolicyName.CACHE_AWARE, Role.PREFILL),
+    "peer": lambda _now: _OfPeer(),
 }
 
 
-def compare_decodes(seed: int) -> str:
-    """A table in Markdown."""
-    lines = ["| scenario | policy | transferred | time per token, mean | p99 | fullest |", "|---|---|---|---|---|---|"]
+def compare_decodes(seeds: Sequence[int]) -> str:
+    """A table in Markdown: the mean of the seeds, and the lowest and highest."""
+    lines = ["| scenario | policy | transferred, % | ms per token, mean | p99 | fullest |", "|---|---|---|---|---|---|"]
     for scenario in SCENARIOS:
-        if scenario.name in ("chat", "agents", "mixed"):
-            for name, make in _POLICIES.items():
-                random.seed(seed)
-                share, mean, tail, lopsided = _simulate(replace(scenario, seconds=200.0), seed, make)
-                lines.append(
-                    f"| {scenario.name} | {name} | {share:.0%} | {1000 * mean:.1f} ms | {1000 * tail:.1f} ms "
-                    f"| {lopsided:.2f} x |"
-                )
+        if scenario.name in _SCENARIOS:
+            found = defaultdict(list)
+            for seed in seeds:
+                shorter = replace(scenario, seconds=_SECONDS)
+                whole = conversations(shorter, seed)
+                for name, make in RULES.items():
+                    random.seed(seed)
+                    found[name].append(Decodes(shorter, make).run(whole))
+                print(f"{scenario.name} {seed}", file=sys.stderr)
+            lines += [f"| {scenario.name} | {name} | {_row(outcomes)} |" for name, outcomes in found.items()]
     return "\n".join(lines)
+
+
+def _row(outcomes: Sequence[Outcome]) -> str:
+    figures = zip(*outcomes, strict=True)
+    scaled = zip(figures, (100, 1000, 1000, 1), (0, 1, 1, 2), strict=True)
+    return " | ".join(spread([factor * value for value in values], places) for values, factor, places in scaled)

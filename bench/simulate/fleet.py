@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from bench.simulate.traffic import Conversation, Scenario, Turn
+from bench.simulate.request import Request
+from bench.simulate.traffic import BLOCK, Conversation, Scenario
 from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
 
@@ -17,7 +18,7 @@ OVERHEAD = 0.015  # seconds for each prefill
 RATE = 12_000.0  # tokens prefilled per second
 CONTEXT = 200_000.0  # tokens of context that make it half as fast
 DECODE_STEP = 0.025
-_BLOCK = 64
+POLLED = 10.0  # seconds between an engine's words about its load, the default of --load-monitor-interval
 
 
 class Rule(Protocol):
@@ -29,40 +30,19 @@ class Rule(Protocol):
     def prefilled(self, request: Request, engine: Engine) -> None:
         """It is there."""
 
+    def over(self, request: Request) -> None:
+        """Its answer is over."""
+
     def restarted(self, engine: Engine) -> None:
         """It has lost its cache."""
 
 
-class Request:
-    """One turn on its way. It is the RequestView of the policies, too."""
+class Kept(NamedTuple):
+    """What a prefill has changed in a cache: blocks of ``request`` from ``first`` on are new, ``gone`` have left."""
 
-    __slots__ = ("arrived", "blocks", "conversation", "fields", "notes", "number", "turn")
-    model = "m"
-
-    def __init__(self, conversation: Conversation, number: int, arrived: float) -> None:
-        self.conversation = conversation
-        self.number = number
-        self.turn: Turn = conversation.turns[number]
-        self.arrived = arrived
-        self.blocks = conversation.tokens(self.turn) // _BLOCK
-        self.fields: Mapping[str, bytes] = {}
-        self.notes: dict[object, object] = {}
-
-    def prompt_tokens(self) -> int:
-        """As a gateway guesses it."""
-        return (self.turn.end + 100) // 4
-
-    def prompt_bytes(self, most: int | None = None) -> bytes:
-        """The messages."""
-        return self.conversation.prompt(self.turn)[:most]
-
-    def own_id(self) -> str:
-        """None."""
-        return ""
-
-    def prompt_context(self) -> bytes:
-        """The tools."""
-        return self.conversation.context
+    request: Request
+    first: int
+    gone: Sequence[int]
 
 
 class Engine:
@@ -71,11 +51,12 @@ class Engine:
     def __init__(self, number: int, cache: int) -> None:
         self.worker = Worker(f"p{number}", WorkerUrl("http", f"p{number}", 1), Role.PREFILL)
         self.worker.status, self.worker.endpoint = Status.READY, f"10.0.0.{number}:1"
-        self.worker.engine_load = EngineLoad(0, [RankLoad(max_tokens=cache)])
+        self.listener: Callable[[Kept], None] | None = None  # is told what comes into the cache and what leaves it
         self.queue: deque[Request] = deque()
         self.running: Request | None = None
         self.cache: OrderedDict[int, None] = OrderedDict()
-        self.room = cache // _BLOCK
+        self.size = cache
+        self.room = cache // BLOCK
         self.busy_until = 0.0
         self.busy = 0.0
         self.whole = 0  # requests it has whose answer is not over
@@ -91,18 +72,34 @@ class Engine:
 
     def seconds(self, request: Request, cached: int) -> float:
         """How long its prefill takes with so many blocks cached."""
-        tokens = request.conversation.tokens(request.turn)
-        new = max(1, tokens - cached * _BLOCK)
+        tokens = request.tokens
+        new = max(1, tokens - cached * BLOCK)
         return OVERHEAD + new / RATE * (1 + tokens / CONTEXT)
 
     def keep(self, request: Request) -> None:
         """Its blocks are the most recent ones, the first of them more than the last."""
-        cache = self.cache
-        for block in reversed(request.conversation.blocks[: request.blocks]):
+        cache, blocks = self.cache, request.conversation.blocks[: request.blocks]
+        first = self.cached(request)
+        for block in reversed(blocks):
             cache[block] = None
             cache.move_to_end(block)
+        gone = []
         while len(cache) > self.room:
-            cache.popitem(last=False)
+            gone.append(cache.popitem(last=False)[0])
+        if self.listener is not None:
+            self.listener(Kept(request, first, gone))
+
+    def says(self, now: float) -> None:
+        """What an engine answers that is asked for its load."""
+        worker, queued = self.worker, list(self.queue)
+        tokens = sum(request.tokens - self.cached(request) * BLOCK for request in queued)
+        used = 0 if self.running is None else self.running.tokens
+        usage = min(1.0, used / self.size)
+        rank = RankLoad(
+            running=int(used > 0), waiting=len(queued), waiting_tokens=tokens, max_tokens=self.size, kv_usage=usage
+        )
+        worker.engine_load = EngineLoad(now, [rank])
+        worker.load_then, worker.tokens_then = worker.load, worker.tokens
 
 
 @dataclass(slots=True)
@@ -130,10 +127,11 @@ class Fleet:
         self.of = {engine.worker: engine for engine in self.engines}
         self.outcome = Outcome()
         self._scenario = scenario
-        self._rule = rule(self)
+        self.rule = rule(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._last: dict[int, Engine] = {}
+        self._left = 0  # turns whose answers are not over
 
     def run(self, conversations: Sequence[Conversation]) -> Outcome:
         """All of them to their end."""
@@ -141,6 +139,10 @@ class Fleet:
             self._at(conversation.turns[0].at, lambda conversation=conversation: self._arrives(conversation, 0))
         if self._scenario.restart is not None:
             self._at(self._scenario.restart, self._restart)
+        self._left = sum(len(conversation.turns) for conversation in conversations)
+        for number, engine in enumerate(self.engines):
+            engine.says(0.0)
+            self._at(POLLED * number / len(self.engines), lambda engine=engine: self._asks(engine))
         events = self._events
         while events:
             self.now, _, act = heapq.heappop(events)
@@ -151,12 +153,17 @@ class Fleet:
     def _at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), act))
 
+    def _asks(self, engine: Engine) -> None:
+        engine.says(self.now)
+        if self._left:
+            self._at(self.now + POLLED, lambda: self._asks(engine))
+
     def _arrives(self, conversation: Conversation, number: int) -> None:
         request = Request(conversation, number, self.now)
         lengths = [engine.worker.load for engine in self.engines]
         self.outcome.longest.append(max(lengths))
         self.outcome.mean.append(sum(lengths) / len(lengths))
-        engine = self._rule.choose(self, request)
+        engine = self.rule.choose(self, request)
         engine.worker.begin(request.prompt_tokens())
         engine.whole += 1
         if number:
@@ -173,8 +180,8 @@ class Fleet:
         seconds = engine.seconds(request, cached)
         outcome = self.outcome
         outcome.waited.append(self.now - request.arrived)
-        outcome.tokens += request.conversation.tokens(request.turn)
-        outcome.hits += cached * _BLOCK
+        outcome.tokens += request.tokens
+        outcome.hits += cached * BLOCK
         engine.busy += seconds
         engine.busy_until = self.now + seconds
         self._at(engine.busy_until, lambda: self._done(engine, request))
@@ -183,7 +190,7 @@ class Fleet:
         engine.keep(request)
         engine.worker.end(0, request.prompt_tokens())
         self.outcome.ttft.append(self.now - request.arrived)
-        self._rule.prefilled(request, engine)
+        self.rule.prefilled(request, engine)
         decode = request.turn.output * DECODE_STEP
         self._at(self.now + decode, lambda: self._over(engine, request))
         engine.running = None
@@ -192,6 +199,8 @@ class Fleet:
 
     def _over(self, engine: Engine, request: Request) -> None:
         engine.whole -= 1
+        self._left -= 1
+        self.rule.over(request)
         conversation, following = request.conversation, request.number + 1
         if following < len(conversation.turns):
             when = max(conversation.turns[following].at, self.now + 1.0)
@@ -201,4 +210,4 @@ class Fleet:
         """The process is another one; what it had in its queue is taken to be done by it all the same."""
         engine = self.engines[0]
         engine.cache.clear()
-        self._rule.restarted(engine)
+        self.rule.restarted(engine)

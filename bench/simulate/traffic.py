@@ -12,6 +12,13 @@ from itertools import accumulate
 
 BLOCK = 64  # tokens; an engine's 16 would only make the simulation slower
 _TURN_END = b"}]"
+_ID = 7  # bytes of a token id and the comma before it: all have six digits
+_USUAL = [100_000] * (BLOCK - 4)
+
+
+def ids_of(block: int) -> list[int]:
+    """The token ids of a block, by what it is called: the first four tell blocks apart."""
+    return [*(100_000 + (block >> shift & 0xFFFF) for shift in (0, 16, 32, 48)), *_USUAL]
 
 
 @dataclass(slots=True)
@@ -31,6 +38,7 @@ class Conversation:
         context: what stands beside the messages and before them in the model's prompt, such as tools.
         text: the JSON of the messages.
         bytes_per_token: of this text; what no gateway knows.
+        key: its own, such as clients send in a header.
         blocks: the chain of the blocks' identities, which begins with those of ``context``.
     """
 
@@ -39,7 +47,9 @@ class Conversation:
     text: bytes
     turns: list[Turn]
     bytes_per_token: float
+    key: bytes = b""
     blocks: list[int] = field(default_factory=list)
+    _ids: bytes = b""
 
     def __post_init__(self) -> None:
         whole = self.context + self.text
@@ -56,6 +66,12 @@ class Conversation:
     def tokens(self, turn: Turn) -> int:
         """Of the prompt."""
         return max(1, int((len(self.context) + turn.end) / self.bytes_per_token))
+
+    def token_ids(self, count: int) -> bytes:
+        """The first ``count`` tokens of it all, those of ``context`` among them, as JSON."""
+        if not self._ids:
+            self._ids = b"".join(_text_of(block) for block in self.blocks)
+        return b"[" + self._ids[1 : _ID * count] + b"]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,10 @@ SCENARIOS = (
         rate=44.0, seconds=120, workers=64, tenants=400, burst=2.2,
     ),
 )  # fmt: skip
+
+
+def _text_of(block: int) -> bytes:
+    return b",%d,%d,%d,%d" % (*ids_of(block)[:4],) + b",100000" * len(_USUAL)
 
 
 class _Words:
@@ -171,7 +191,7 @@ class _Maker:
             made.append(Turn(at, len(parts) - 1, tokens))
             parts += ", " + _message("assistant", self.words.text(int(tokens * ratio)))
             at += tokens * 0.025 + rng.expovariate(1 / think)
-        return Conversation(kind, context, parts[: made[-1].end + 1].encode(), made, ratio)
+        return Conversation(kind, context, parts[: made[-1].end + 1].encode(), made, ratio, b"%x" % rng.getrandbits(64))
 
 
 def conversations(scenario: Scenario, seed: int) -> list[Conversation]:

@@ -171,7 +171,7 @@ def never_fetched(code: str, status: int, *, stream: bool) -> bool:
 def tellable(
     placer: Placer, request: InferenceRequest, workers: Sequence[Worker], failed: Worker | None, *, unreachable: bool
 ) -> Sequence[Worker]:
-    """Decode workers that can have a prefill free what it holds, in order of preference.
+    """Decode workers that can have a prefill free what it holds, in the order in which to ask them.
 
     Args:
         placer: knows others.
@@ -181,7 +181,7 @@ def tellable(
         unreachable: none of them accepts a connection.
     """
     if unreachable:
-        return placer.alike(request, workers[0], workers, partner=True)
+        return placer.others(request, workers[0], workers, partner=True)
     return workers if failed is None else (*(other for other in workers if other is not failed), failed)
 
 

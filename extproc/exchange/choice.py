@@ -82,7 +82,7 @@ class AloneChoice:
 
     def left(self, failed: Collection[Worker]) -> bool:
         """See Choice."""
-        return bool(self._gateway.placer.alike(self._request, self._like, failed))
+        return bool(self._gateway.placer.others(self._request, self._like, failed))
 
     def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
         """See Choice."""

@@ -51,6 +51,7 @@ _WARM_UP_TOKENS: Final = 1024
 MOST_LOOKED_AT: Final = 16
 SAMPLE: Final = 8
 _HASH_HOLDERS: Final = 3
+_AVERAGED: Final = 16  # prompts, of whose bytes for a token the mean counts
 _GROWN: Final = 200.0  # of an exponent
 _CHAIN: Final = "prompt chain"  # both roles' policies look at the same
 
@@ -103,7 +104,8 @@ class CacheAwarePolicy(Policy):
             most_holders=_HASH_HOLDERS if hashed else None,
         )
         self._epoch = now()  # ``recent`` of every cache is larger by e to the time since then
-        self._usual_room = float(BYTES_PER_TOKEN * _USUAL_ROOM)  # of a cache that nobody says the size of
+        self._per_token = float(BYTES_PER_TOKEN)  # bytes of a prompt for one token: ids as JSON are longer than text
+        self._usual_room = self._per_token * _USUAL_ROOM  # of a cache that nobody says the size of
         self._calls = 0
         self._took = self._done = 0.0  # of all workers
         self._many = Many(SAMPLE)
@@ -123,12 +125,13 @@ class CacheAwarePolicy(Policy):
             if not self._decode:
                 self._clock(booking, worker, now)  # type: ignore[arg-type]
             self.over(request.notes)
-        cache = self._index.cache(worker)
+        cache, chain = self._index.cache(worker), self._chain(request)
+        self._per_token += (max(BYTES_PER_TOKEN, _per_token(chain, request)) - self._per_token) / _AVERAGED
         load = worker.engine_load
         if load is not None and load.max_tokens:
-            cache.room = BYTES_PER_TOKEN * load.max_tokens
+            cache.room = self._per_token * load.max_tokens
             self._is_usual(cache.room)
-        new = self._index.add(self._chain(request), worker, now)
+        new = self._index.add(chain, worker, now)
         if not self._decode:
             cache.recent += new * self._growth(now)
             self._fill(cache)
@@ -216,7 +219,7 @@ class CacheAwarePolicy(Policy):
         for worker, tokens in known.items():
             if tokens:
                 # Token ids in JSON are longer than text.
-                per_token = per_token or chain.size / max(1, request.prompt_tokens())
+                per_token = per_token or _per_token(chain, request)
                 overlaps[worker] = min(chain.size, round(per_token * tokens))
             elif worker in overlaps:
                 overlaps[worker] = 0
@@ -230,9 +233,11 @@ class CacheAwarePolicy(Policy):
         if held and self._counts_less:
             held = self._counted(size, among, overlaps)
         if self._decode:
-            return decode_costs(among, held)
+            return decode_costs(among, held, self._per_token)
         pace = self._done / self._took if self._took else 1.0
-        return prefill_costs(among, held, size, self._index.caches, pace=pace, growth=self._growth(now))
+        return prefill_costs(
+            among, held, size, self._index.caches, per_token=self._per_token, pace=pace, growth=self._growth(now)
+        )
 
     def _counted(self, size: int, among: Sequence[Worker], overlaps: Mapping[Worker, int]) -> Mapping[Worker, float]:
         """What is held, as far as options let it count."""
@@ -319,3 +324,8 @@ class CacheAwarePolicy(Policy):
                 cache.filled *= shrunk
             self._epoch, exponent = now, 0.0
         return math.exp(exponent)
+
+
+def _per_token(chain: PromptChain, request: RequestView) -> float:
+    """Bytes of this prompt for one of its tokens, as :meth:`RequestView.prompt_tokens` counts them."""
+    return max(1, chain.size) / max(1, request.prompt_tokens())

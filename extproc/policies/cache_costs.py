@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from extproc.policies.prompt_chain import BYTES_PER_TOKEN
 from extproc.policies.worker_cache import WorkerCache
 from extproc.workers.worker import Worker
 
@@ -26,9 +25,15 @@ _DECODE_REQUEST: Final = 256
 _DECODE_SPARED: Final = 0.1
 
 
-def decode_costs(workers: Sequence[Worker], held: Mapping[Worker, float]) -> list[float]:
-    """At decode workers. ``held``: bytes of the prompt, by those that hold some. (Measured: 0.06 µs for each.)"""
-    costs: list[float] = [BYTES_PER_TOKEN * (worker.tokens + _DECODE_REQUEST * worker.load) for worker in workers]
+def decode_costs(workers: Sequence[Worker], held: Mapping[Worker, float], per_token: float) -> list[float]:
+    """At decode workers. (Measured: 0.06 µs for each.)
+
+    Args:
+        workers: these.
+        held: bytes of the prompt, by those that hold some.
+        per_token: bytes that count as one token.
+    """
+    costs = [per_token * (worker.tokens + _DECODE_REQUEST * worker.load) for worker in workers]
     if held:
         costs = [cost - _DECODE_SPARED * held.get(worker, 0) for cost, worker in zip(costs, workers, strict=True)]
     return costs
@@ -40,6 +45,7 @@ def prefill_costs(
     size: int,
     caches: Mapping[Worker, WorkerCache],
     *,
+    per_token: float,
     pace: float,
     growth: float,
 ) -> list[float]:
@@ -50,6 +56,7 @@ def prefill_costs(
         held: bytes of the prompt, by those that hold some.
         size: of the prompt, in bytes.
         caches: what is known of the workers' caches.
+        per_token: bytes that count as one token.
         pace: bytes per second that all workers prefill, of what they have been sent; 1 as long as nobody has.
         growth: how much more than it is ``filled`` of the caches says.
     """
@@ -63,15 +70,15 @@ def prefill_costs(
             most = lacks + MOST_TOLL
         cache = cache_of(worker)
         if cache is None:  # it was sent nothing by this policy: whatever it has is on its way
-            costs.append(min(lacks * least, most) + BYTES_PER_TOKEN * worker.tokens)
+            costs.append(min(lacks * least, most) + per_token * worker.tokens)
             continue
         cost = lacks * (least + more * cache.filled)
         if cost > most:
             cost = most
         waits: float = cache.pending
         if waits:
-            if waits > BYTES_PER_TOKEN * worker.tokens:  # what failed, or was released, is not there any more
-                waits = BYTES_PER_TOKEN * worker.tokens
+            if waits > per_token * worker.tokens:  # what failed, or was released, is not there any more
+                waits = per_token * worker.tokens
             if cache.done:
                 # What it holds may be less than is known, or the worker slower than others.
                 slow = cache.slowness * pace

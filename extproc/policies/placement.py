@@ -24,6 +24,7 @@ from typing import Final, NamedTuple, Protocol
 from extproc.errors import GatewayError
 from extproc.policies.crowded import LeastCrowded
 from extproc.policies.fail_over import FailOver
+from extproc.policies.least import turned
 from extproc.policies.partners import CANDIDATES, nearest, ranked
 from extproc.policies.policy import Policy, RequestView
 from extproc.policies.room import NoRoomError, Room
@@ -127,34 +128,29 @@ class Placer:
         return self._fleet.with_overloaded(role, model)
 
     def alike(
-        self,
-        request: RequestView,
-        like: Worker,
-        without: Collection[Worker] = (),
-        *,
-        partner: bool = False,
-        room: Room | None = None,
+        self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, room: Room | None = None
     ) -> Sequence[Worker]:
         """Workers in order of preference that may be given what was meant for ``like``; none may be left.
 
         Args:
             request: for whom.
             like, without: as for :meth:`pair`.
-            partner: they must also have the same partners, for it is about a KV cache that one of those has.
             room: what the first of them must have; NoRoomError is raised where none has it.
         """
-        for workers in (self._fleet.usable, self._fleet.with_overloaded):
-            found = tuple(
-                worker
-                for worker in workers(like.role, request.model)
-                if hand_over_alike(worker, like)
-                and worker.api_key == like.api_key
-                and worker not in without
-                and (not partner or worker.pairing == like.pairing)
-            )
-            if found:
-                return self._fail_over.order(self._ranked_alone(found, request, room), (found,), lasting=False)
-        return ()
+        found = self._alike(request, like, without)
+        if not found:
+            return ()
+        return self._fail_over.order(self._ranked_alone(found, request, room), (found,), lasting=False)
+
+    def others(
+        self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, partner: bool = False
+    ) -> Sequence[Worker]:
+        """Some of those, in no order of preference: no policy hears of it, so that ``request`` stays where it is.
+
+        ``partner``: they must also have the same partners, for it is about a KV cache that one of those has.
+        """
+        found = self._alike(request, like, without, partner=partner)
+        return self._fail_over.order(turned(found), (found,), lasting=False)[:CANDIDATES] if found else ()
 
     def decodes(
         self,
@@ -223,6 +219,22 @@ class Placer:
         self._decode.forget(worker)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _alike(
+        self, request: RequestView, like: Worker, without: Collection[Worker], *, partner: bool = False
+    ) -> tuple[Worker, ...]:
+        for workers in (self._fleet.usable, self._fleet.with_overloaded):
+            found = tuple(
+                worker
+                for worker in workers(like.role, request.model)
+                if hand_over_alike(worker, like)
+                and worker.api_key == like.api_key
+                and worker not in without
+                and (not partner or worker.pairing == like.pairing)
+            )
+            if found:
+                return found
+        return ()
 
     def _policy(self, role: Role, candidates: Sequence[Worker]) -> Policy:
         """Who ranks ``candidates``, which are all overloaded or none."""

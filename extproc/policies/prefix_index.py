@@ -20,11 +20,13 @@ from extproc.policies.prompt_chain import Cuts, PromptChain
 from extproc.policies.worker_cache import Booking, WorkerCache
 from extproc.workers.worker import Worker
 
-# Bytes of memory, measured with tracemalloc (CPython 3.11): a beginning with one holder; with several it takes more;
-# and each further holder.
-RECORD_BYTES: Final = 180
+# Bytes of resident memory, measured (CPython 3.11; ``python -m bench.index_memory``) while old beginnings go and new
+# ones come, which leaves dicts up to six times as large as what is in them: a beginning with one holder; with several
+# it takes more; each further holder; and when a holder used it last, where that is known.
+RECORD_BYTES: Final = 440
 SHARED_BYTES: Final = 220
-HOLDER_BYTES: Final = 200
+HOLDER_BYTES: Final = 260
+AGE_BYTES: Final = 140
 _MOST_BOOKINGS: Final = 4096
 _GONE: Final = -1.0
 _CLEARED: Final = 64  # records at a time
@@ -60,6 +62,8 @@ class PrefixIndex:
         self._cuts = cuts
         self._ttl = ttl
         self._ages = ttl < math.inf
+        age = AGE_BYTES if self._ages else 0
+        self._record_bytes, self._holder_bytes = RECORD_BYTES + age, HOLDER_BYTES + age
         self._most_holders = most_holders or _ANY
         self._sweep = sweep
         self._swept = -math.inf
@@ -237,7 +241,7 @@ class PrefixIndex:
         entry = entries.get(number)
         if entry is None:
             entries[number] = cache
-            self.size += RECORD_BYTES
+            self.size += self._record_bytes
             return
         if type(entry) is WorkerCache:
             if self._most_holders == 1:
@@ -245,11 +249,11 @@ class PrefixIndex:
                 self._hold(number, cache)
                 return
             entries[number] = {entry, cache}
-            self.size += SHARED_BYTES + HOLDER_BYTES
+            self.size += SHARED_BYTES + self._holder_bytes
             return
         holders: _Holders = entry  # type: ignore[assignment]
         holders.add(cache)
-        self.size += HOLDER_BYTES
+        self.size += self._holder_bytes
         if len(holders) > self._most_holders:
             self._drop(next(other for other in holders if other is not cache), number)
 
@@ -294,11 +298,11 @@ class PrefixIndex:
         entry = self._entries[number]
         if entry is cache:
             del self._entries[number]
-            self.size -= RECORD_BYTES
+            self.size -= self._record_bytes
             return
         holders: _Holders = entry  # type: ignore[assignment]
         holders.remove(cache)
-        self.size -= HOLDER_BYTES
+        self.size -= self._holder_bytes
         if len(holders) == 1:
             self._entries[number] = holders.pop()
             self.size -= SHARED_BYTES

@@ -260,8 +260,11 @@ class Stream:
             if number == 0:
                 self._sink.restart()
         elif number != last + 1:
-            self._gone()
-            return
+            if self._next_replayed:
+                self._gone()
+                return
+            # All that is kept was asked for: asked once more, it would have the same hole.
+            self._lose("a hole in what is kept")
         self._apply((number, frames[3]))
 
     def _replay_done(self) -> None:
