@@ -31,8 +31,18 @@ def _catalogue(*faults: Fault) -> dict[str, Fault]:
 CATALOGUE = _catalogue(
     Fault("invalid_json", 400, "the body is empty, is not JSON, or is not a JSON object"),
     Fault("invalid_type", 400, "a field that decides routing or splitting has the wrong type or an impossible value"),
+    Fault(
+        "invalid_value", 400, "over gRPC workers: the engine does not take the value of a field, or not with another"
+    ),
+    Fault(
+        "unsupported_parameter",
+        400,
+        "over gRPC workers: a field that they cannot be told of, or that is not served over them yet (images, tools)",
+    ),
     Fault("missing_required_parameter", 400, "the API's prompt field is absent"),
     Fault("duplicate_parameter", 400, "a field that decides routing or the handoff occurs twice in the body"),
+    Fault("context_length_exceeded", 400, "gRPC workers: the prompt, or it and the answer, is longer than they take"),
+    Fault("process_messages_failed", 400, "gRPC workers: the chat template refuses the messages, or there is none"),
     Fault("unauthorized", 401, "`--api-key` or `--control-plane-api-keys` is set, and the request bears none of them"),
     Fault("forbidden", 403, "the control API: the key may only read, or there is no key and the client is elsewhere"),
     Fault("model_not_found", 404, "no registered worker serves the named model"),
@@ -62,6 +72,9 @@ CATALOGUE = _catalogue(
         "`--worker-overload-shed`: all workers that could take the request are overloaded",
         retryable=True,
     ),
+    Fault("tokenizer_not_found", 503, "gRPC workers: the model's tokenizer is not there (yet)", retryable=True),
+    Fault("tokenization_queue_full", 503, "gRPC workers: too many long prompts wait to be tokenised", retryable=True),
+    Fault("tokenization_failed", 500, "gRPC workers: a defect in tokenising a prompt; the log has the traceback"),
     Fault("no_models_available", 503, "no registered worker has said which model it serves", retryable=True),
     Fault("no_prefill_servers", 503, "`/server_info` and the like: no usable prefill worker to ask", retryable=True),
     Fault("health_generate_failed", 503, "`/health_generate`: no pair answered; the message says why", retryable=True),

@@ -17,6 +17,7 @@ class Group(Enum):
     POLICIES = "Choice of workers"
     STICKY = "Sessions"
     TUNING = "Single policies"
+    TEXT = "Text, of gRPC workers"
     CLIENTS = "Clients"
     HEALTH = "Health of workers"
     LOAD = "Load of workers"

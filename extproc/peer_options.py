@@ -8,16 +8,16 @@ from __future__ import annotations
 
 # smg 1.13.0; names without the leading dashes, aliases included.
 _OPTIONS = """
-backend chat-template decode-selector disable-tokenizer-autoload discovery-check-interval-secs discovery-file
+backend decode-selector discovery-check-interval-secs discovery-file
 discovery-provider enable-igw enable-trace encode encode-selector epd-disaggregation header-read-timeout-secs
 health-check-port idle-connection-timeout-secs job-queue-capacity job-queue-concurrency kv-connector-annotation
 kv-engine-id-annotation kv-index log-dir max-background-responses max-buffered-request-bytes mcp-config-path
 mm-allow-private-media-hosts mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing
-model model-id-from model-path multimodal-max-inflight-bytes otlp-traces-endpoint parser prefill-selector
+model-id-from multimodal-max-inflight-bytes otlp-traces-endpoint parser prefill-selector
 prometheus-duration-buckets reasoning-parser remove-unhealthy-workers router-selector selection-accounting-ttl-ms
 selector service-discovery service-discovery-namespace service-discovery-port sse-keepalive-secs
 stream-body-stall-timeout-secs
-stream-request-bodies-over tenant-api-key tokenizer-path tool-call-parser upstream-http2
+stream-request-bodies-over tenant-api-key tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-stale-secs
 worker-startup-check-interval worker-startup-delay worker-startup-timeout-secs worker-urls
 """
@@ -30,6 +30,7 @@ ALIASES = {
     "spill-rel-threshold": "balance-rel-threshold",
     "cache-match-threshold": "cache-threshold",
     "eviction-interval": "eviction-interval-secs",
+    "model": "model-path",
 }
 
 NOT_AVAILABLE_YET = frozenset(_OPTIONS.split())

@@ -46,6 +46,7 @@ from extproc.policies.placement import Placer
 from extproc.policies.table import policy_of
 from extproc.policies.tuning import Tuning
 from extproc.settings import GrpcTransport, MooncakeDispatch, Settings
+from extproc.texts import TextParts
 from extproc.transport.access_logs import AccessLogs
 from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
@@ -114,6 +115,7 @@ class Service:
         self._monitor = Monitor(
             self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
         )
+        self.text = TextParts(settings, self.registry, self._client)
         self._control = ControlApi(
             self.registry,
             self._client,
@@ -122,6 +124,7 @@ class Service:
             request_id_headers=settings.request_id_headers,
             model_aliases=dict(settings.model_alias),
             try_pair=lambda model, within: try_pair(self.gateway, model, within),
+            tokenizers=self.text.library,
         )
         metrics = Metrics()
         WorkerMetrics(self.registry, metrics)
@@ -199,6 +202,7 @@ class Service:
         egress = Path(settings.egress_address.removeprefix("unix:"))
         stack.enter_context(run_dir.held(settings.run_dir, foreign=egress if settings.no_envoy else None))
         stack.push_async_callback(self._client.close)
+        stack.push_async_callback(self.text.stop)
         stack.push_async_callback(self.registry.close)
         await self._ads.start()
         stack.push_async_callback(self._ads.stop)

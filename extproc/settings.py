@@ -25,8 +25,8 @@ from extproc.names import REQUEST_ID_HEADERS
 from extproc.options import Group, Option, from_settings_before
 from extproc.policies.cache_options import CacheIndex
 from extproc.policies.names import PolicyName
-from extproc.policy_settings import PolicySettings
 from extproc.tenant_classes import TenantClasses
+from extproc.text_settings import TextSettings
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     EVENTS_AUTO,
@@ -112,7 +112,7 @@ def _beside_extproc(name: str, offset: int) -> Any:
     return from_settings_before(default)
 
 
-class Settings(PolicySettings):
+class Settings(TextSettings):
     """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
 
     # fmt: off

@@ -225,6 +225,18 @@ def _header_text(text: str) -> str:
     return _not_empty(text)
 
 
+def _chat_template(text: str) -> str:
+    """A template's file, or a name, which cannot be told from another before the model is known."""
+    path = Path(_not_empty(text)).expanduser()
+    if path.is_file():
+        if not path.stat().st_size:
+            raise ValueError(f"The file {text} is empty")
+        return str(path.absolute())
+    if "/" in text or "." in text:
+        raise ValueError(f"There is no file {text}")
+    return text
+
+
 def _control_key(value: object) -> object:
     return ControlKey.parse(value) if isinstance(value, str) else value
 
@@ -258,6 +270,8 @@ Share = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_share)]
 Portion = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_portion)]
 EventSource = Annotated[str, AfterValidator(_event_source)]
 EventEndpoint = Annotated[str, AfterValidator(_event_endpoint)]
+Text = Annotated[str, AfterValidator(_not_empty)]
+ChatTemplate = Annotated[str, AfterValidator(_chat_template)]
 Connector = Annotated[str, AfterValidator(_connector)]
 ControlKeys = Annotated[
     tuple[Annotated[InstanceOf[ControlKey], BeforeValidator(_control_key)], ...], BeforeValidator(items)

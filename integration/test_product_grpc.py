@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from product import Product, soon
 
 from extproc.mock import RpcMock
 from extproc.mock.vllm.worker import NIXL
+from tests.tokenizers_made import directory
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ASKED = {"HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"}
+ASKED = {"HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer"}
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 OFTEN = {
     "health_check_interval_secs": 0.1,
@@ -29,8 +31,8 @@ OFTEN = {
 class Mixed(Product):
     """SGLang workers over HTTP, of ``--prefill`` and ``--decode``, and one of TokenSpeed's over gRPC among them."""
 
-    def __init__(self) -> None:
-        self.rpc = RpcMock("tokenspeed", "decode")
+    def __init__(self, tokenizer: Path) -> None:
+        self.rpc = RpcMock("tokenspeed", "decode", tokenizer=tokenizer)
         super().__init__(prefills=1, decodes=1, wait=False, **OFTEN)
 
     async def _start(self) -> None:
@@ -44,8 +46,8 @@ class Mixed(Product):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def product() -> AsyncIterator[Mixed]:
-    async with Mixed() as made:
+async def product(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mixed]:
+    async with Mixed(directory(tmp_path_factory.mktemp("tiny"))) as made:
         http = (made.prefill.url, made.decode.url)
         await made.fleet(lambda workers: sum(worker.usable for worker in workers if worker.base_url in http) == 2)
         yield made
@@ -66,11 +68,23 @@ async def until_shown(product: Mixed, url: str, status: str) -> dict[str, Any]:
 async def test_one_given_by_an_option_is_ready_and_gets_no_requests(product: Mixed) -> None:
     found = await until_shown(product, product.rpc.url, "ready")
     assert (found["connection_mode"], found["runtime_type"], found["model_id"]) == ("grpc", "tokenspeed", "tiny")
-    assert found["status_reason"] == "workers over gRPC are given no requests yet"
+    await soon(lambda: product.service.text.texts.of("tiny") is not None, "its tokenizer is not loaded")
+    reason = (await shown(product, product.rpc.url))["status_reason"]
+    assert reason == "workers over gRPC are given no requests yet"
     answers = await asyncio.gather(*(product.post("/v1/chat/completions", BODY) for _ in range(8)))
     assert {answer.status for answer in answers} == {200}
     assert len(product.decode.legs) == 8
     assert {call.method for call in product.rpc.calls} <= ASKED
+
+
+async def test_its_tokenizer_is_had_from_it_and_shown(product: Mixed) -> None:
+    await soon(lambda: product.service.text.texts.of("tiny") is not None, "its tokenizer is not loaded")
+    (listed,) = (await product.client.get("/v1/tokenizers")).json["tokenizers"]
+    assert (listed["name"], listed["source"]) == ("tiny", f"{product.rpc.url} GetTokenizer")
+    status = (await product.client.get("/v1/tokenizers/tiny/status")).json
+    assert (status["id"], status["status"]) == (listed["id"], "completed")
+    await product.post("/v1/tokenize", {"prompt": "hello"})  # the model is served over HTTP as well: a worker is asked
+    assert product.prefill.requests[-1].path == "/tokenize"
 
 
 async def test_its_load_is_shown_beside_the_others(product: Mixed) -> None:

@@ -7,6 +7,7 @@ from fakes import Rig, mooncake, mutated, rejection, released
 
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
 from extproc.exchange.clock import HEAD_SECONDS, LEFTOVER_SECONDS
+from extproc.handoff.mooncake import MooncakeHandoff
 from extproc.transport.interface import Lost
 from extproc.workers.worker import KvEngine
 
@@ -561,6 +562,23 @@ def test_what_may_not_have_been_seen_by_its_decode_is_freed_first(body, seconds,
     ended(rig, client, end)
     settled(rig)
     assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", transfer(leg.body)) for leg in legs]
+    assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body)) for leg in legs]
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("body", [STREAM, STREAMED_LIST], ids=["one", "list"])
+def test_a_stream_is_no_exception_where_its_head_comes_late(body, monkeypatch):
+    """Over gRPC: what is cancelled before its first token is refused, and what has no head may have been looked for."""
+    monkeypatch.setattr(MooncakeHandoff, "early_heads", False)
+    rig = Rig(*mooncake())
+    client = prefilled(rig, body)
+    legs = prefills(rig)
+    rig.clock.advance(1)
+    ended(rig, client, "leaves")
+    settled(rig)
+    assert [order.json["kv_transfer_params"] for order in rig.egress.orders if order.cluster == "decode"] == [
+        None
+    ] * len(legs)
     assert unpinned(rig) == [("127.0.0.1:1", transfer(leg.body)) for leg in legs]
     rig.assert_nothing_is_left()
 

@@ -87,6 +87,25 @@ def test_one_pair(launch: Launch) -> None:
     assert (outcome.settings.host, outcome.settings.port) == ("0.0.0.0", 30000)
 
 
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        (
+            """--pd-disaggregation --prefill grpc://prefill:50051 --decode grpc://decode:50052
+               --model-path /path/to/model --host 0.0.0.0 --port 30000""",
+            "/path/to/model",
+        ),
+        ("--pd-disaggregation --prefill grpc://prefill:50051 8998 --decode grpc://decode:50052 --model m", "m"),
+    ],
+)
+def test_grpc_workers_and_their_model(launch: Launch, options: str, path: str) -> None:
+    outcome = launch(options)
+    assert outcome.code == 0
+    assert outcome.settings is not None
+    assert outcome.settings.model_path == path
+    assert all(worker.url.is_grpc for worker in (*outcome.settings.prefill, *outcome.settings.decode))
+
+
 def test_no_startup_workers(launch: Launch) -> None:
     outcome = launch("--pd-disaggregation --host 0.0.0.0 --port 30000")
     assert outcome.code == 0
@@ -103,25 +122,11 @@ NOT_YET = "is an option of smg that is not available yet"
     ("options", "complaints"),
     [
         (
-            """--pd-disaggregation --prefill grpc://prefill:50051 --decode grpc://decode:50052
-               --model-path /path/to/model --host 0.0.0.0 --port 30000""",
-            [
-                f"--model-path {NOT_YET}",
-            ],
-        ),
-        (
-            "--pd-disaggregation --prefill grpc://prefill:50051 8998 --decode grpc://decode:50052 --model-path /model",
-            [
-                f"--model-path {NOT_YET}",
-            ],
-        ),
-        (
             """--epd-disaggregation --encode grpc://encode:50060 8995 --prefill grpc://prefill:50061 8998
                --decode grpc://decode:50062 --model-path $MODEL""",
             [
                 f"--epd-disaggregation {NOT_YET}",
                 f"--encode {NOT_YET}",
-                f"--model-path {NOT_YET}",
             ],
         ),
         (

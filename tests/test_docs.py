@@ -46,6 +46,11 @@ from extproc.policies.names import PolicyName
 from extproc.policies.partners import CANDIDATES, NEAR_FACTOR
 from extproc.policies.sticky import MOST_KEYS, MOST_UNDER_WAY
 from extproc.settings import Settings
+from extproc.text import library
+from extproc.text.bundle import LARGEST_ARCHIVE, LARGEST_CONTENT, MOST_FILES
+from extproc.text.service import INLINE_CHARACTERS, RETRY_AFTER
+from extproc.text.threads import MOST_WAITING
+from extproc.text_settings import TextSettings
 from extproc.workers import kv_event_stream, load_poll, publication
 from extproc.workers.health_state import Pace
 from extproc.workers.kv_config import KvConfig, kv_config
@@ -66,10 +71,12 @@ README = (ROOT / "README.md").read_text()
 VLLM = (ROOT / "docs/vllm.md").read_text()
 SGLANG = (ROOT / "docs/sglang.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
-GUIDES = {"README.md": README, "vllm.md": VLLM, "sglang.md": SGLANG}
+TEXT = (ROOT / "docs/text.md").read_text()
+GUIDES = {"README.md": README, "text.md": TEXT, "vllm.md": VLLM, "sglang.md": SGLANG}
 # Options named that are not ours: the engines', the peer's, and those of other programs of ours.
 OTHERS_OPTIONS = {
     "--disaggregation-decode-enable-radix-cache",
+    "--enable-deterministic-inference",
     *("--kv-transfer-config", "--enable-scale-out", "--enable-prompt-tokens-details", "--data-parallel-external-lb"),
     *(
         "--data-parallel-size",
@@ -156,6 +163,24 @@ def test_defaults_named_are_the_settings():
     for flag, value in re.findall(r"`--([a-z-]+)`,? \(?(\d+)(?: s| MiB)?\)?", BEHAVIOUR):
         default = fields[flag.replace("-", "_")].default
         assert default in (int(value), int(value) << 20), flag
+
+
+def test_what_is_said_of_text_is_the_codes():
+    pauses = "after {:g}, {:g} and then every\n{:g} s".format(*library.RETRY_SECONDS)
+    assert f"at most every {library.LOOK_AGAIN_SECONDS:g} s" in TEXT
+    assert pauses in TEXT
+    assert library.KEPT_SECONDS == 5 * 60  # Five minutes after
+    assert f"Up to {INLINE_CHARACTERS:,} characters" in TEXT
+    assert f"{MOST_WAITING} may wait" in TEXT
+    assert f"at most {LARGEST_ARCHIVE >> 20} MiB, {LARGEST_CONTENT >> 20} MiB unpacked" in TEXT
+    limits = {row[0]: row[1] for row in rows("Limits")}
+    sizes = f"{LARGEST_ARCHIVE >> 20} MiB, {LARGEST_CONTENT >> 20} MiB unpacked, {MOST_FILES} files"
+    assert limits["a tokenizer that a worker sends"] == sizes
+    assert limits["long prompts to gRPC workers that wait to be tokenised"] == str(MOST_WAITING)
+    assert f"{RETRY_AFTER} s on `tokenizer_not_found`" in BEHAVIOUR
+    assert {f"--{name.replace('_', '-')}" for name in TextSettings.__annotations__} <= set(
+        re.findall(r"--[a-z0-9-]+", TEXT)
+    )
 
 
 def test_every_path_is_in_the_table_and_in_envoys_routes():

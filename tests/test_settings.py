@@ -83,6 +83,10 @@ def test_the_defaults_are_the_peers() -> None:
     assert (settings.max_tree_size, settings.block_size, settings.cache_index) == (67108864, 16, CacheIndex.TREE)
     assert (settings.cache_ttl_secs, settings.eviction_interval_secs) == (180, 60)
     assert settings.model_alias == ()
+    assert (settings.model_path, settings.tokenizer_path, settings.chat_template) == (None, None, None)
+    assert (settings.disable_tokenizer_autoload, settings.tokenizer_cache_enable_l0) == (False, False)
+    assert (settings.tokenizer_cache_l0_max_entries, settings.tokenizer_cache_l0_max_memory) == (10000, 268435456)
+    assert (settings.tokenizer_cache_enable_l1, settings.tokenizer_cache_l1_max_memory) == (False, 52428800)
     assert settings.retry_max_retries == 5
     assert (settings.retry_initial_backoff_ms, settings.retry_max_backoff_ms) == (50, 30000)
     assert (settings.retry_backoff_multiplier, settings.retry_jitter_factor) == (1.5, 0.2)
@@ -170,6 +174,16 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "kv_event_source": ("tcp://*:5557", "'tcp://*:5557'", "tcp://*:5557"),
     "kv_event_max_blocks": ("7", "7", 7),
     "model_alias": ("a=m; b=x=y", "{a: m, b: 'x=y'}", (ModelAlias("a", "m"), ModelAlias("b", "x=y"))),
+    "model_path": ("org/model", "org/model", "org/model"),
+    "tokenizer_path": ("/model", "/model", "/model"),
+    "chat_template": ("tool_use", "tool_use", "tool_use"),
+    "trust_request_chat_template": ("true", "true", True),
+    "disable_tokenizer_autoload": ("true", "true", True),
+    "tokenizer_cache_enable_l0": ("true", "true", True),
+    "tokenizer_cache_l0_max_entries": ("7", "7", 7),
+    "tokenizer_cache_l0_max_memory": ("7", "7", 7),
+    "tokenizer_cache_enable_l1": ("true", "true", True),
+    "tokenizer_cache_l1_max_memory": ("7", "7", 7),
     "dp_aware": ("true", "true", True),
     "worker_ca_file": ("/ca.pem", "/ca.pem", Path("/ca.pem")),
     "policy": ("random", "random", PolicyName.RANDOM),
@@ -556,6 +570,16 @@ def test_usable_cores_respect_a_containers_quota(
     assert usable_cores() == expected
 
 
+def test_a_chat_template_is_a_file_with_something_in_it(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("")
+    assert problems({"chat_template": str(template)}) == [
+        f"--chat-template: The file {template} is empty (got '{template}')"
+    ]
+    template.write_text("{{ messages }}")
+    assert load({"chat_template": str(template)}).chat_template == str(template)
+
+
 def test_settings_are_frozen_and_hide_the_key() -> None:
     settings = load({"api_key": "top-secret"})
     with pytest.raises(ValidationError):
@@ -590,6 +614,10 @@ WRONG: list[tuple[str, str, str]] = [
         "urgent",
         "Input should be 'system', 'interactive', 'default' or 'bulk' (got 'urgent')",
     ),
+    ("model_path", "", "Must not be empty (got '')"),
+    ("chat_template", "/no/such.jinja", "There is no file /no/such.jinja (got '/no/such.jinja')"),
+    ("chat_template", "/dev/null/x", "There is no file /dev/null/x (got '/dev/null/x')"),
+    ("tokenizer_cache_l0_max_entries", "0", "Must be >= 1 (got '0')"),
     ("retry_max_retries", "0", "Must be >= 1 (got '0')"),
     ("retry_initial_backoff_ms", "0", "Must be >= 1 (got '0')"),
     ("retry_max_backoff_ms", "-1", "Must be >= 1 (got '-1')"),

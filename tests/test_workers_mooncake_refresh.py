@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,9 +17,12 @@ from extproc.workers import mooncake_refresh
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.mooncake_refresh import MooncakeRefresh
+from extproc.workers.no_answer import NoAnswerError
+from extproc.workers.rpc.channels import StatusError
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE
+GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 # What the data path gives reason for is done at once.
 EAGER = Pace(seek=0.01, confirm=0.005, report=0.0, doubt=0.0)
 
@@ -229,6 +234,59 @@ async def test_few_decodes_are_told_at_once_and_none_waits_for_ever(monkeypatch:
         await asyncio.wait([telling])
         await f.registry.close()
         await f.client.close()
+
+
+class Channels:
+    """Stands for those of the client: notes what is asked, and fails with ``error``."""
+
+    def __init__(self) -> None:
+        self.error: NoAnswerError | None = StatusError("Generate: INVALID_ARGUMENT", "INVALID_ARGUMENT")
+        self.asked: list[tuple[Worker, str, Any]] = []
+
+    async def ask(self, worker: Worker, path: str, request: Any, response: Any, **limits: Any) -> bytes:
+        assert (response, limits) == (bytes, {"within": mooncake_refresh.TELL_SECONDS, "ip": None})
+        self.asked.append((worker, path, request))
+        if self.error is not None:
+            raise self.error
+        return b""
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+async def test_a_decode_over_grpc_is_told_by_a_request_that_it_refuses(dp_size: int) -> None:
+    f, channels = Fleet(SLOW), Channels()
+    prefill = f.registry.add(spec(P, "grpc://127.0.0.9:1", kv=KvConfig(MOONCAKE), runtime="vllm"))
+    decode = f.registry.add(spec(D, "grpc://127.0.0.1:2", kv=KvConfig(MOONCAKE), runtime="vllm"))
+    decode.labels["dp_size"] = str(dp_size)
+    f.registry.set_status(decode, Status.READY)
+    refresh = MooncakeRefresh(f.registry, SimpleNamespace(rpc=channels))  # type: ignore[arg-type]
+    await refresh.found(prefill, {"e": "here"})
+    await refresh.found(prefill, {"e": "there"})
+    assert [(worker, path) for worker, path, _ in channels.asked] == [(decode, GENERATE)] * dp_size
+    request = channels.asked[0][2]
+    params = json.loads(request.kv_transfer_params_json)
+    assert params["remote_bootstrap_addr"] == "http://127.0.0.9:8998"
+    assert (params["do_remote_prefill"], request.sampling_params.max_tokens) == (True, 0)
+    assert request.sampling_params.HasField("max_tokens")
+    assert list(request.tokenized.input_ids) == [0]
+    await refresh.settle(decode)
+    assert len(channels.asked) == dp_size, "told once"
+
+
+@pytest.mark.parametrize("error", [None, StatusError("", "UNIMPLEMENTED"), NoAnswerError("")])
+async def test_a_decode_over_grpc_that_does_not_refuse_is_told_again(error: NoAnswerError | None) -> None:
+    f, channels = Fleet(SLOW), Channels()
+    prefill = f.registry.add(spec(P, "grpc://127.0.0.9:1", kv=KvConfig(MOONCAKE), runtime="vllm"))
+    decode = f.registry.add(spec(D, "grpc://127.0.0.1:2", kv=KvConfig(MOONCAKE), runtime="vllm"))
+    refresh = MooncakeRefresh(f.registry, SimpleNamespace(rpc=channels))  # type: ignore[arg-type]
+    await refresh.found(prefill, {"e": "here"})
+    await refresh.found(prefill, {"e": "there"})
+    assert channels.asked == [], "it is not used"
+    refused, channels.error = channels.error, error
+    await refresh.settle(decode)
+    channels.error = refused
+    await refresh.settle(decode)
+    await refresh.settle(decode)
+    assert len(channels.asked) == 2
 
 
 async def test_not_every_engine_that_ever_was_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 from urllib.parse import unquote
@@ -130,6 +130,9 @@ INFERENCE_GENERATE: Final = Api(
 )
 TOKENIZE: Final = Api("tokenize", "/tokenize", "/tokenize", "req-", ("prompt", "messages"), flow=Flow.PREFILL_ONLY)
 DETOKENIZE: Final = Api("detokenize", "/detokenize", "/detokenize", "req-", ("tokens",), flow=Flow.PREFILL_ONLY)
+# The peer's and SGLang's names of the same; what vLLM has is for both engines.
+TOKENIZE_LONG: Final = replace(TOKENIZE, path="/v1/tokenize")
+DETOKENIZE_LONG: Final = replace(DETOKENIZE, path="/v1/detokenize")
 
 _ALL: Final = (
     CHAT,
@@ -141,6 +144,8 @@ _ALL: Final = (
     COUNT_TOKENS,
     TOKENIZE,
     DETOKENIZE,
+    TOKENIZE_LONG,
+    DETOKENIZE_LONG,
     RERANK,
     RERANK_SHORT,
 )

@@ -15,8 +15,10 @@ from extproc.control.loads import LoadRoutes
 from extproc.control.openapi import OpenApiRoutes
 from extproc.control.request_id import request_id_middleware
 from extproc.control.status_routes import StatusRoutes
+from extproc.control.tokenizer_routes import TokenizerRoutes
 from extproc.control.trial_routes import TrialRoutes, Try, no_trial
 from extproc.control.worker_routes import WorkerRoutes
+from extproc.text.library import Library
 from extproc.transport.address import SocketFile, TcpAddress, claim_socket_file, parse_address
 from extproc.workers.client import WorkerClient
 from extproc.workers.registry import Registry
@@ -37,6 +39,7 @@ class ControlApi:
         model_aliases: further names of models.
         request_id_headers: where a client's own request id is looked for.
         try_pair: has a pair answer a request, for ``/health_generate``.
+        tokenizers: those of models that gRPC workers serve; None where there are none.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class ControlApi:
         request_id_headers: Sequence[str] = REQUEST_ID_HEADERS,
         model_aliases: Mapping[str, str] | None = None,
         try_pair: Try = no_trial,
+        tokenizers: Library | None = None,
     ) -> None:
         self._address = parse_address(address)
         self._socket: SocketFile | None = None
@@ -69,6 +73,7 @@ class ControlApi:
         app.add_routes(LoadRoutes(registry).routes())
         app.add_routes(FleetRoutes(registry, client).routes())
         app.add_routes(EngineMetricsRoutes(registry, client).routes())
+        app.add_routes(TokenizerRoutes(tokenizers).routes())
         trials = TrialRoutes(registry, try_pair)
         app.add_routes(trials.routes())
         app.on_shutdown.append(trials.stop)

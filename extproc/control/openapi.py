@@ -17,6 +17,7 @@ from extproc import __version__
 from extproc.control import schemas
 from extproc.control.auth import PUBLIC, Access, is_about_models
 from extproc.control.replies import reply
+from extproc.control.tokenizer_routes import TokenizerBody
 from extproc.workers.registration_body import Body, Patch
 
 _REF: Final = "#/components/schemas/{model}"
@@ -28,6 +29,7 @@ _BAD_WORKER: Final[_Answer] = ("the registration or the id is not understood", s
 _NO_WORKER: Final[_Answer] = ("no such worker", schemas.WorkerError)
 _LEAVING: Final[_Answer] = ("the worker is being removed", schemas.WorkerError)
 _TOO_LARGE: Final[_Answer] = ("the body is too large", schemas.Error)
+_NO_TOKENIZER: Final[_Answer] = ("there is none", schemas.Error)
 _ACCEPTED: Final[_Answer] = ("accepted", schemas.Accepted)
 
 _ID: Final = {
@@ -44,6 +46,7 @@ _MODEL_ID: Final = {
     "description": "may have slashes",
     "schema": {"type": "string", "minLength": 1},
 }
+_TOKENIZER: Final = {**_MODEL_ID, "name": "name", "description": "its id or the model; may have slashes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,51 @@ OPERATIONS: Final = (
         "Let a worker's requests end, then forget it",
         {202: _ACCEPTED, 400: _BAD_WORKER, 404: _NO_WORKER},
         parameters=(_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/tokenizers",
+        "list_tokenizers",
+        "The tokenizers of models that gRPC workers serve",
+        {200: ("tokenizers", schemas.TokenizerList)},
+    ),
+    Operation(
+        "post",
+        "/v1/tokenizers",
+        "add_tokenizer",
+        "Load a tokenizer for a model",
+        {
+            202: ("it is being loaded", schemas.TokenizerProgress),
+            400: _BAD,
+            409: ("the model has one", schemas.TokenizerProgress),
+            413: _TOO_LARGE,
+            503: ("this process has none", schemas.Error),
+        },
+        TokenizerBody,
+    ),
+    Operation(
+        "get",
+        "/v1/tokenizers/{name}",
+        "show_tokenizer",
+        "One tokenizer",
+        {200: ("the tokenizer", schemas.Tokenizer), 404: _NO_TOKENIZER},
+        parameters=(_TOKENIZER,),
+    ),
+    Operation(
+        "get",
+        "/v1/tokenizers/{name}/status",
+        "tokenizer_status",
+        "How loading one goes",
+        {200: ("how it is", schemas.TokenizerProgress), 404: _NO_TOKENIZER},
+        parameters=(_TOKENIZER,),
+    ),
+    Operation(
+        "delete",
+        "/v1/tokenizers/{name}",
+        "remove_tokenizer",
+        "Forget a tokenizer; one that workers need is looked for again",
+        {200: ("it is gone", schemas.TokenizerRemoved), 404: ("there is none", schemas.TokenizerRemoved)},
+        parameters=(_TOKENIZER,),
     ),
     Operation("get", "/openapi.json", "openapi", "This document", {200: ("the document", schemas.Document)}),
 )

@@ -248,3 +248,34 @@ class Document(_Open):
     openapi: str
     info: dict[str, Any]
     paths: dict[str, Any]
+
+
+class Tokenizer(_Exact):
+    """A tokenizer that is there."""
+
+    id: str
+    name: str
+    source: str
+    vocab_size: int
+
+
+class TokenizerList(_Exact):
+    """All that are there."""
+
+    tokenizers: list[Tokenizer]
+
+
+class TokenizerProgress(_Exact):
+    """How a tokenizer is, in the peer's words."""
+
+    id: str
+    status: Literal["pending", "processing", "completed", "failed"]
+    message: str
+    vocab_size: int | None = None
+
+
+class TokenizerRemoved(_Exact):
+    """Whether it was there."""
+
+    success: bool
+    message: str

@@ -19,13 +19,16 @@ DECODE_PATHS = (
 # Any method. The decode worker that made what lies below answers: responses that were stored.
 DECODE_PREFIXES = ("/v1/responses/",)
 
-# POST only. One prefill worker answers, nothing is handed over. `/rerank` becomes `/v1/rerank` in the ext_proc service.
+# POST only. One prefill worker answers, nothing is handed over. `/rerank` becomes `/v1/rerank` in the ext_proc service,
+# and `/v1/tokenize` `/tokenize`.
 PREFILL_PATHS = (
     "/v1/rerank",
     "/rerank",
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
 )
 
 INFERENCE_PATHS = DECODE_PATHS + PREFILL_PATHS
@@ -58,5 +61,6 @@ CONTROL_PATHS = (
     "/start_profile",
     "/stop_profile",
     "/openapi.json",
+    "/v1/tokenizers",
 )
-CONTROL_PREFIXES = ("/workers/", "/v1/models/")
+CONTROL_PREFIXES = ("/workers/", "/v1/models/", "/v1/tokenizers/")

@@ -155,17 +155,17 @@ def broke_at(workers: Sequence[Worker], headers: Sequence[Header]) -> Worker | N
     return next((worker for worker in workers if worker.endpoint == endpoint), None)
 
 
-def never_fetched(code: str, status: int, *, stream: bool) -> bool:
+def never_fetched(code: str, status: int, *, early: bool) -> bool:
     """Whether a decode that failed has surely not asked its prefill for the KV cache, for whatever purpose.
 
     Args:
         code: of the error that Envoy made up; empty for a worker's answer.
         status: a worker's.
-        stream: of which a worker sends the head before it looks for a cache.
+        early: the worker sends the answer's head before it looks for a cache.
     """
     if not code:
         return status in UNSEEN
-    return code.endswith("_unreachable") or (stream and code.endswith("_connection_lost"))
+    return code.endswith("_unreachable") or (early and code.endswith("_connection_lost"))
 
 
 def tellable(

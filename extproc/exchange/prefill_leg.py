@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Session
 
 # Whose whole answers, when the client leaves, a vLLM decode (0.32) takes for refused. A stream's sends its head before
-# it asks for anything, and asks for nothing when its leg ends.
+# it asks for anything, and asks for nothing when its leg ends. Over gRPC streams are no exception: their servers take
+# every call that is cancelled before its first token for refused.
 _ASK_AT_THEIR_END: Final = frozenset({"chat", "completions", "messages", "responses"})
 
 
@@ -104,6 +105,11 @@ class PrefillLeg:
         """It was sent, and somebody waits for its answer."""
         return self._leg is not None and self._limit is None
 
+    @property
+    def _has_early_head(self) -> bool:
+        """Its decode worker sends a head before it looks for a cache."""
+        return self._session.record.stream and self._placed.handoff.early_heads
+
     def is_fetched_from(self, worker: Worker) -> bool:
         """Whether a decode may still wait for what ``worker`` sends of it, if that has been lost now."""
         pair, handoff = self._placed
@@ -157,7 +163,7 @@ class PrefillLeg:
 
         Returns what a decode worker must be told for the KV cache to be freed, if that is all that must be done.
         """
-        if never_fetched(code, status, stream=self._session.record.stream):
+        if never_fetched(code, status, early=self._has_early_head):
             return self.plan.params
         self.settle(refused=True)
         return b""
@@ -174,7 +180,7 @@ class PrefillLeg:
         session, since = self._session, self._decoding
         if self._answered_well is not None:
             waited = session.gateway.clock.now() - since
-            asks_itself = session.record.api in _ASK_AT_THEIR_END and not session.record.stream
+            asks_itself = session.record.api in _ASK_AT_THEIR_END and not self._has_early_head
             taken = not refused and asks_itself and waited >= TAKEN_SECONDS
             settle(session, self._head, self._placed, self.plan, since, taken=taken)
         else:

@@ -47,6 +47,7 @@ class Plan(NamedTuple):
         names: by which the engine can be asked to end them; empty where it has no name of ours.
         params: what tells the decode where the KV cache is (raw JSON), where that is known before the prefill answers.
             To have it freed has a price there, whether or not a decode has fetched it: see mooncake.py.
+        rank: the decode worker's, where a body that is made later must say it (gRPC).
     """
 
     prefill: bytes
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     rooms: tuple[int, ...] = ()
     names: Sequence[str] = ()
     params: bytes = b""
+    rank: int | None = None
 
 
 class Handed(NamedTuple):
@@ -148,6 +150,10 @@ class Handoff(Protocol):
     @property
     def pushes(self) -> bool:
         """The prefill worker sends the cache: a decode whose prefill dies before it has waits for ever."""
+
+    @property
+    def early_heads(self) -> bool:
+        """A worker sends the head of a streamed answer before it does anything about the request."""
 
     def named_by_client(self, request: InferenceRequest) -> bool:
         """Whether the client chose a name of which a worker takes no second request while it has a first.

@@ -38,13 +38,13 @@ from extproc.handoff.handoff import Alone, Handed, Kv, Plan
 from extproc.workers.kv_engines import bootstrap_address
 from extproc.workers.worker import Role, Worker
 
-_ASK: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}'
+ASK: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}'
 _UNPIN_PATH: Final = b"/v1/completions"
 _UNPIN: Final = b'{"prompt":"x","max_tokens":1,"kv_transfer_params":%b}'
 _DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
 _WHOLE: Final = LegEdits()
-_NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known", unknown=True)
-_SEVERAL_ENGINES: Final = Alone(
+NO_ENGINE: Final = Alone(Role.DECODE, Kv.RECOMPUTED, "the prefill worker's engine id is not known", unknown=True)
+SEVERAL_ENGINES: Final = Alone(
     Role.DECODE,
     Kv.RECOMPUTED,
     "the prefill worker has several engine cores (--dp-aware would choose one)",
@@ -69,7 +69,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
         if found is not None:
             return found
         if len(prefill.kv_engines) != 1:
-            return _SEVERAL_ENGINES if prefill.kv_engines else _NO_ENGINE
+            return SEVERAL_ENGINES if prefill.kv_engines else NO_ENGINE
         return _NO_SAY if prefill.dp_rank is not None and request.api is RESPONSES else None
 
     def plan(
@@ -84,7 +84,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
         """See Handoff. ``prefill`` has one engine core."""
         transfer = f"xfer-{random.getrandbits(128):032x}"
         (engine,) = prefill.kv_engines
-        ask = _ASK % transfer.encode()
+        ask = ASK % transfer.encode()
         params = orjson.dumps(
             {
                 "do_remote_decode": False,
@@ -112,7 +112,7 @@ class MooncakeHandoff(vllm.VllmHandoff):
     def unpins(self, plan: Plan) -> Sequence[tuple[bytes, bytes]]:
         """See Handoff."""
         transfer = orjson.loads(plan.params)["transfer_id"]
-        return [(_UNPIN_PATH, _UNPIN % (_ASK % transfer.encode()))]
+        return [(_UNPIN_PATH, _UNPIN % (ASK % transfer.encode()))]
 
 
 def _told(params: bytes, answer: bytes) -> bytes:

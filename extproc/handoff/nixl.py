@@ -22,7 +22,7 @@ from extproc.handoff import vllm
 from extproc.handoff.handoff import Handed, Kv, Plan
 from extproc.workers.worker import Worker
 
-_ASK: Final = (
+ASK: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,'
     b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
@@ -46,7 +46,7 @@ class NixlHandoff(vllm.VllmHandoff):
         decode: Worker | None = None,  # noqa: ARG002 - Handoff's signature
     ) -> Plan:
         """See Handoff."""
-        return Plan(vllm.prefill_body(request, edits, _ASK, trust_client=trust_client), b"")
+        return Plan(vllm.prefill_body(request, edits, ASK, trust_client=trust_client), b"")
 
     def handed(
         self,

@@ -48,9 +48,14 @@ _WHOLE: Final = LegEdits()
 
 
 class Rooms:
-    """Mints rooms and remembers the live ones, so that no two requests ever meet in the same room."""
+    """Mints rooms and remembers the live ones, so that no two requests ever meet in the same room.
 
-    def __init__(self) -> None:
+    Args:
+        bits: that a room may have.
+    """
+
+    def __init__(self, bits: int = _ROOM_BITS) -> None:
+        self._bits = bits
         self._live: set[int] = set()
 
     def __len__(self) -> int:
@@ -59,12 +64,13 @@ class Rooms:
     def mint(self, count: int, rank: int = 0, ranks: int = 1) -> tuple[int, ...]:
         """``count`` rooms that are not live, now live, each congruent to ``rank`` modulo ``ranks``."""
         rooms: list[int] = []
+        largest = (1 << self._bits) - 1
         while len(rooms) < count:
-            room = random.getrandbits(_ROOM_BITS)
+            room = random.getrandbits(self._bits)
             if ranks > 1:
                 room += rank - room % ranks
             if (
-                0 < room <= LARGEST_ROOM and room not in self._live
+                0 < room <= largest and room not in self._live
             ):  # in room 0 the real decode never answers, and the next one dies
                 self._live.add(room)
                 rooms.append(room)
@@ -86,6 +92,7 @@ class SglangHandoff:
     prefixes_ids = False
     waivable = False
     tells_tokens = False
+    early_heads = True
 
     def __init__(self) -> None:
         self._rooms = Rooms()

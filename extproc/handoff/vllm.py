@@ -31,7 +31,7 @@ _CAPS: Final = {
     MESSAGES: ("max_tokens",),
 }
 _MINUS_ONE: Final = re.compile(r"-(?:0[0_]*)?1(?:\.0+)?")  # what pydantic takes for it in a string
-_SCORING: Final = (0, 1)
+SCORING: Final = (0, 1)
 _NOTHING: Final[frozenset[str]] = frozenset()
 _BRACKET: Final = ord("[")
 # What a decode must be told: without all of it, it dies or waits for ever (seen with both connectors).
@@ -71,7 +71,7 @@ def is_scoring(request: InferenceRequest) -> bool:
     else:
         caps = [body.get(key) for key in keys]
     cap = next((cap for cap in caps if cap is not None), None)
-    return type(cap) is int and cap in _SCORING
+    return type(cap) is int and cap in SCORING
 
 
 def _truncates(request: InferenceRequest) -> bool:
@@ -143,7 +143,7 @@ class Returned(NamedTuple):
         try:
             said = JsonObject(answer)
             params = said.raw_value(_PARAMS)
-            if not params or params == b"null" or not _is_whole(JsonObject(params), needed=needed):
+            if not params or params == b"null" or not is_whole(params, needed=needed):
                 return cls()
         except GatewayError:
             return cls()
@@ -161,7 +161,12 @@ class Returned(NamedTuple):
         return JsonObject(self.params).edited({"prompt_token_ids": self.token_ids})
 
 
-def _is_whole(params: JsonObject, *, needed: bool) -> bool:
+def is_whole(raw: bytes, *, needed: bool) -> bool:
+    """Whether a decode survives these ``kv_transfer_params``, and, if they are ``needed``, gets the cache by them.
+
+    Raises GatewayError for what is no JSON object.
+    """
+    params = JsonObject(raw)
     if not params.get("do_remote_prefill"):
         return not needed
     return _has(params, FETCHED) or _has(params, PUSHED)
@@ -181,6 +186,7 @@ class VllmHandoff:
     prefixes_ids = True
     waivable = True
     tells_tokens = False
+    early_heads = True
 
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:  # noqa: ARG002 - Handoff's signature
         """See Handoff."""

@@ -13,6 +13,7 @@ for any other failure, ``fail`` gives what a client that already hears a stream 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from extproc.apis.request import InferenceRequest
@@ -123,12 +124,15 @@ class JoinedBody:
         return error.body
 
     def _merged(self) -> bytes:
-        request, joint = self._request, self._joint
+        joint = self._joint
         prefills_missing = self.needs_prefill and len(self._prefills) < joint.parts
         if self.complete or self._pending or prefills_missing:
             return b""
         self.complete = True
-        bodies = [self._completed(part, bytes(decode)) for part, decode in enumerate(self._decodes)]
+        return self._joined([self._completed(part, bytes(decode)) for part, decode in enumerate(self._decodes)])
+
+    def _joined(self, bodies: Sequence[bytes]) -> bytes:
+        request, joint = self._request, self._joint
         if joint.parts == 1:
             return bodies[0]
         if joint.split is Split.PROMPTS:
@@ -162,6 +166,7 @@ class JoinedStream:
     """
 
     content_type = b"text/event-stream; charset=utf-8"
+    end_of_failed = _END  # behind an error
 
     def __init__(self, request: InferenceRequest, joint: Joint) -> None:
         self._request = request
@@ -198,7 +203,7 @@ class JoinedStream:
         if self.complete:
             return b""
         self.complete = True
-        return Event(error.body).framed() + _END
+        return Event(error.body).framed() + self.end_of_failed
 
     def _passed(self, part: int, events: list[Event]) -> bytes:
         stream = self._parts[part]
@@ -219,7 +224,7 @@ class JoinedStream:
         chunk = raw_object(event.data, "an event")
         if not is_null(chunk.get("error")):
             self.complete = True
-            return event.framed() + _END
+            return event.framed() + self.end_of_failed
         prefill = self._parts[part].prefill
         if prefill is not None:
             chunk = prefill.completed(chunk)
@@ -258,5 +263,8 @@ class JoinedStream:
     def _merged(self, chunks: dict[int, RawObject]) -> RawObject:
         if len(chunks) != len(self._parts):
             raise bad_reply(f"{len(self._parts)} chunks without choices were expected, not {len(chunks)}")
+        return self._once_of([chunks[part] for part in range(len(chunks))])
+
+    def _once_of(self, chunks: Sequence[RawObject]) -> RawObject:
         once = prompts.merged_once if self._joint.split is Split.PROMPTS else samples.merged_once
-        return once([chunks[part] for part in range(len(chunks))])
+        return once(chunks)

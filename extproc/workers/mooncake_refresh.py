@@ -4,8 +4,8 @@ The fault is the engine's (vLLM 0.32, ``kv_connector/v1/mooncake/mooncake_connec
 a prefill's bootstrap server only for an engine id that it does not know, and keeps the addresses for good. A restarted
 prefill listens elsewhere, so every later handoff between the two hangs, at both ends healthy. The cure is a request
 that names an engine id nobody has, at that bootstrap server: the decode asks again and takes over all that it is told.
-It is refused before it is scheduled (``max_tokens`` -1), in a few milliseconds; the decode logs one error, that the
-engine id is not found. An engine id that is new, which is vLLM's default, needs none of this.
+It is refused before it is scheduled (``max_tokens`` -1, over gRPC 0), in a few milliseconds; the decode logs one error,
+that the engine id is not found. An engine id that is new, which is vLLM's default, needs none of this.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from extproc.workers.kv_engines import bootstrap_address, dp_size
 from extproc.workers.pairing import PairingMode, may_pair
 from extproc.workers.ranks import RANK_HEADER
 from extproc.workers.registry import Registry
+from extproc.workers.rpc.refusal import be_refused
 from extproc.workers.worker import MOONCAKE, Role, Status, Worker
 
 TELL_SECONDS: Final = 3.0  # that a decode worker has for its refusal
@@ -91,6 +92,9 @@ class MooncakeRefresh:
                 "remote_bootstrap_addr": address,
                 "transfer_id": f"refresh-{secrets.token_hex(16)}",
             }
+            if decode.url.is_grpc:  # no rank can be named: the server gives them to its ranks by turns
+                await be_refused(self._client.rpc, decode, params, within=TELL_SECONDS, ip=ip)
+                continue
             answer = await self._client.post(
                 decode,
                 _PATH,
@@ -106,7 +110,7 @@ class MooncakeRefresh:
 def _is_told(prefill: Worker, worker: Worker, mode: PairingMode) -> bool:
     """A decode with another connector than Mooncake's may not be: NIXL's dies of parameters that are not its own.
 
-    All ranks of a server are told as one worker. Of those over gRPC none is: they are given no requests.
+    All ranks of a server are told as one worker.
     """
-    decodes = worker.role is Role.DECODE and worker.server is worker and not worker.url.is_grpc
+    decodes = worker.role is Role.DECODE and worker.server is worker
     return decodes and worker.kv_connector == MOONCAKE and may_pair(prefill, worker, mode)

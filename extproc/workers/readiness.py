@@ -26,7 +26,7 @@ def assess(workers: Sequence[Worker], mode: PairingMode) -> Readiness:
     ``mode`` is how they are compared.
     """
     usable = [worker for worker in workers if worker.usable]
-    reason = _missing_role(workers) or _missing_pair(usable, mode)
+    reason = _missing_role(workers) or _missing_pair(usable, mode) or _missing_tokenizer(usable, mode)
     return Readiness(not reason, reason, len(usable), len(workers))
 
 
@@ -46,6 +46,13 @@ def _why(workers: Sequence[Worker]) -> str:
     """
     reasons = (worker.reason if worker.reason.startswith(CANNOT_LEARN) else worker.unserved for worker in workers)
     return next((f"; {reason}" for reason in reasons if reason), "")
+
+
+def _missing_tokenizer(usable: Sequence[Worker], mode: PairingMode) -> str:
+    """With the peer's words. Which model's it is, ``GET /workers`` tells; others may be served."""
+    if not any(worker.no_tokenizer for worker in usable):
+        return ""
+    return "tokenizer not yet registered" if _missing_pair([w for w in usable if not w.no_tokenizer], mode) else ""
 
 
 def _missing_pair(usable: Sequence[Worker], mode: PairingMode) -> str:

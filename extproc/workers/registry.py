@@ -191,6 +191,13 @@ class Registry(Roster):
                 record.worker.kv_engines = own
                 self._tell(record.worker, Change.IDENTITY)
 
+    def set_tokenizer(self, model: str, missing: str) -> None:
+        """Say why there is no tokenizer for ``model``, of its gRPC workers; empty when there is one."""
+        for record in self._records.values():
+            if record.worker.url.is_grpc and model in record.worker.model_ids:
+                record.worker.no_tokenizer = missing
+        self._index.forget_reasons()
+
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
 

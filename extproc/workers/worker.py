@@ -189,6 +189,8 @@ class Worker:
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
     unserved: str = ""  # why it is given no requests however healthy it is; for people. Envoy is not told of it
+    # Over gRPC: why prompts for it cannot be made tokens (:mod:`extproc.text.library`), for people; empty: they can.
+    no_tokenizer: str = ""
     ip: str | None = None  # where its host name leads, without brackets; None until it is resolved
     # What the control API shows as ``models``: one card per model, from the registration or from the worker itself.
     cards: tuple[Mapping[str, object], ...] = ()

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import uuid4
 
@@ -15,6 +17,7 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 from extproc.mock.rpc.engines import COMMON, MOONCAKE, Facts
+from extproc.mock.rpc.tokenizer import bundle, chunks
 from extproc.mock.vllm.engine import core_id
 from extproc.mock.vllm.mooncake import Bootstrap
 
@@ -46,6 +49,7 @@ class RpcMock:
         bootstrap_port: of a prefill that decodes meet there; 0 is a free port.
         engine_id: vLLM's; by default a new one.
         tls: certificate chain and key (PEM); None: without TLS.
+        tokenizer: the directory whose files ``GetTokenizer`` gives; None: the one it names, which is not there.
 
     Attributes:
         facts: what it says of itself.
@@ -71,6 +75,7 @@ class RpcMock:
         dp_size: int = 1,
         engine_id: str | None = None,
         tls: tuple[bytes, bytes] | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         engine_id = engine_id or (str(uuid4()) if connector else "")
         self.facts = Facts(engine, role, model, connector, engine_id, dp_size, bootstrap_port)
@@ -84,6 +89,7 @@ class RpcMock:
         self.errors: dict[str, Any] = {}
         self.busy = False
         self.profiler = False
+        self.tokenizer = tokenizer
         self.calls: list[Call] = []
         self._tls = tls
         self._answers: dict[str, Any] = {
@@ -189,6 +195,11 @@ class RpcMock:
             )
             for name, request in requests.items()
         }
+        methods["GetTokenizer"] = grpc.unary_stream_rpc_method_handler(
+            self._get_tokenizer,
+            request_deserializer=COMMON.GetTokenizerRequest.FromString,
+            response_serializer=_serialized,
+        )
         health = {"Check": grpc.unary_unary_rpc_method_handler(self._method("Check"))}
         return (
             grpc.method_handlers_generic_handler(self.facts.service, methods),
@@ -205,6 +216,19 @@ class RpcMock:
             return await self._answers[name](request, context)
 
         return answer
+
+    async def _get_tokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.calls.append(Call("GetTokenizer", dict(context.invocation_metadata()), request))
+        if self.hang:
+            await asyncio.Event().wait()
+        if "GetTokenizer" in self.errors:
+            await context.abort(self.errors["GetTokenizer"], "GetTokenizer fails")
+        try:
+            archive = bundle(self.tokenizer or Path(self.facts.model_info().tokenizer_path))
+        except OSError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        for chunk in chunks(archive):
+            yield chunk
 
     async def _health_check(self, _request: Any, context: Any) -> Any:
         if self.healthy is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -103,8 +105,29 @@ class Channels:
             request_serializer=None if isinstance(request, bytes) else type(request).SerializeToString,
             response_deserializer=None if response is bytes else response.FromString,
         )
-        try:
+        with self._told_of(worker, line, name, within):
             return await method(request, timeout=within, metadata=_metadata(worker))
+
+    async def gather(
+        self, worker: Worker, path: str, request: Any, response: Any, *, within: float
+    ) -> AsyncIterator[Any]:
+        """Call a method of one request and many answers, which are given out as they come. Else as :meth:`ask`."""
+        name = path.rpartition("/")[2]
+        if worker.ip is None:
+            raise UnreachableError(f"worker {worker.url} has no address")
+        line = self._line(worker, worker.ip)
+        method = line.channel.unary_stream(
+            path, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString
+        )
+        with self._told_of(worker, line, name, within):
+            async for message in method(request, timeout=within, metadata=_metadata(worker)):
+                yield message
+
+    @contextmanager
+    def _told_of(self, worker: Worker, line: _Line, name: str, within: float) -> Iterator[None]:
+        """Failures of a call, as :meth:`ask` raises them."""
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 self._drop(worker, line)  # a channel that failed to connect would say so again without trying

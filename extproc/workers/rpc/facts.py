@@ -18,7 +18,6 @@ from extproc.workers.rpc.services import Service
 
 # Of a model, in whichever message it is. False is said of the first two, too.
 _ALWAYS: Final = ("is_generation", "supports_vision")
-_NOT_OF_A_MODEL: Final = ("preferred_sampling_params",)  # by the defaults that are made of it
 # What changes while vLLM runs, and what has a place of its own.
 _NOT_OF_VLLM: Final = (
     "active_requests",
@@ -41,6 +40,7 @@ _SETTINGS: Final = (
     "engine_reasoning_parser",
     "constrained_decoding_start",
     "grammar_backend",
+    "skip_tokenizer_init",
 )
 
 
@@ -89,7 +89,7 @@ def _of_settings(service: Service, model: Any, server: Any) -> Metadata:
         layout = of_struct(server.scheduler_info).get("hicache_object_layout")
         settings["page_size"] = layout.get("page_size") if isinstance(layout, dict) else None
     found = assemble(_entries(model), settings, _model_of(model), service.runtime)
-    more = {name: settings[name] for name in _SETTINGS if settings.get(name) not in (None, "")}
+    more = {name: settings[name] for name in _SETTINGS if settings.get(name) not in (None, "", False)}
     return replace(found, labels={**_texts(_facts(model)), **found.labels, **_texts(more)})
 
 
@@ -107,7 +107,7 @@ def _model_of(model: Any) -> dict[str, object]:
     return {"is_generation": True, **_facts(model)}
 
 
-def _facts(message: Any, without: Sequence[str] = _NOT_OF_A_MODEL) -> dict[str, Any]:
+def _facts(message: Any, without: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that say something: numbers, texts, lists of them."""
     found: dict[str, Any] = {}
     for name, field in message.DESCRIPTOR.fields_by_name.items():

@@ -16,11 +16,13 @@ GET_LOADS: Final = "GetLoads"
 FLUSH_CACHE: Final = "FlushCache"
 START_PROFILE: Final = "StartProfile"
 STOP_PROFILE: Final = "StopProfile"
+GET_TOKENIZER: Final = "GetTokenizer"
 
 _COMMON: Final = {
     FLUSH_CACHE: (common_pb2.FlushCacheRequest, common_pb2.FlushCacheResponse),
     START_PROFILE: (common_pb2.StartProfileRequest, common_pb2.ProfileResponse),
     STOP_PROFILE: (common_pb2.StopProfileRequest, common_pb2.ProfileResponse),
+    GET_TOKENIZER: (common_pb2.GetTokenizerRequest, common_pb2.GetTokenizerChunk),
 }
 
 

@@ -1,0 +1,233 @@
+"""Log probabilities in the form of each API, row by row as tokens come, in JSON.
+
+Of one that the engine does not tell, or that is minus infinity, vLLM's APIs say -9999.0. Where alternatives are listed:
+
+============  ======================================================================================================
+chat          as many as were asked for, in the engine's order
+completions   the token itself, then the others, so that there are at most as many beside it as were asked for
+``/generate``  what the engine says
+============  ======================================================================================================
+
+``text_offset`` counts the characters of the text before the token, those that are held back too.
+
+Source: vllm 0.32 entrypoints/openai/chat_completion/serving.py (``_create_chat_logprobs``), completion/serving.py
+(``_create_completion_logprobs``), sglang 0.5.23 managers/tokenizer_manager.py (``add_logprob_to_meta_info``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Final
+
+import orjson
+
+from extproc.generation.events import PromptLogprobs
+from extproc.text.tokenizer import Tokenizer
+from extproc.transcode.output import Row
+from extproc.transcode.vocabulary import Vocabulary
+
+_LEAST: Final = -9999.0
+_NONE: Final = b"-9999.0"
+_NULL: Final = b"null"
+
+
+def number(value: float | None) -> bytes:
+    """A log probability as vLLM's APIs have it."""
+    return orjson.dumps(value) if value is not None and value > _LEAST else _NONE
+
+
+class ChatRows:
+    """``choices[].logprobs`` of Chat Completions.
+
+    Args:
+        most: how many alternatives are listed.
+    """
+
+    __slots__ = ("_most", "_rows", "_vocabulary")
+
+    def __init__(self, tokenizer: Tokenizer, most: int, *, as_ids: bool = False) -> None:
+        self._vocabulary = Vocabulary(tokenizer, as_ids=as_ids)
+        self._most = most
+        self._rows: list[bytes] = []
+
+    def add(self, row: Row, piece: str) -> None:
+        """See :class:`extproc.transcode.output.Rows`."""
+        vocabulary = self._vocabulary
+        shown = vocabulary.in_place(row.id, piece)
+        tops = []
+        for token, value in islice(zip(*row.top, strict=False), self._most):
+            other = shown if token == row.id else vocabulary[token]
+            tops.append(b"%b%b%b}" % (other.before, number(value), other.after))
+        self._rows.append(
+            b'%b%b%b,"top_logprobs":[%b]}' % (shown.before, number(row.value), shown.after, b",".join(tops))
+        )
+
+    def take(self) -> bytes:
+        """The rows that were not taken before."""
+        rows, self._rows = self._rows, []
+        return b'{"content":[%b]}' % b",".join(rows)
+
+
+class CompletionRows:
+    """``choices[].logprobs`` of Completions.
+
+    Args:
+        most: how many alternatives are listed beside the token.
+    """
+
+    __slots__ = ("_at", "_most", "_offsets", "_tokens", "_tops", "_values", "_vocabulary")
+
+    def __init__(self, tokenizer: Tokenizer, most: int, *, as_ids: bool = False) -> None:
+        self._vocabulary = Vocabulary(tokenizer, as_ids=as_ids)
+        self._most = most
+        self._at = 0  # characters of the text so far
+        self._clear()
+
+    def add(self, row: Row, piece: str) -> None:
+        """See :class:`extproc.transcode.output.Rows`."""
+        token = self._vocabulary.in_place(row.id, piece).text
+        self._append(token, _LEAST if row.value is None else row.value, self._tops_of(row, token))
+        self._at += len(piece)
+
+    def echo(self, tokenizer: Tokenizer, text: str, prompt: Iterable[tuple[Row, str]]) -> None:
+        """Put the prompt, whose text is ``text``, before all else; what is no part of it (a BOS) has no room there."""
+        own = self._offsets, self._values, self._tokens, self._tops
+        length, self._at = self._at, 0
+        self._clear()
+        for row, piece in prompt:
+            token = self._vocabulary.in_place(row.id, piece).text
+            if row.value is None:
+                self._append(token, None, _NULL)
+            else:
+                self._append(token, row.value, self._tops_of(row, token))
+            self._at = _behind(tokenizer, row.id, piece, text, self._at)
+        self._offsets += [len(text) + offset for offset in own[0]]
+        self._values += own[1]
+        self._tokens += own[2]
+        self._tops += own[3]
+        self._at = len(text) + length
+
+    def take(self) -> bytes:
+        """The rows that were not taken before."""
+        taken = b'{"text_offset":%b,"token_logprobs":%b,"tokens":[%b],"top_logprobs":[%b]}' % (
+            orjson.dumps(self._offsets),
+            orjson.dumps(self._values),
+            b",".join(self._tokens),
+            b",".join(self._tops),
+        )
+        self._clear()
+        return taken
+
+    def _clear(self) -> None:
+        self._offsets: list[int] = []
+        self._values: list[float | None] = []
+        self._tokens: list[bytes] = []
+        self._tops: list[bytes] = []
+
+    def _append(self, token: bytes, value: float | None, tops: bytes) -> None:
+        self._offsets.append(self._at)
+        self._values.append(value if value is None or value > _LEAST else _LEAST)
+        self._tokens.append(token)
+        self._tops.append(tops)
+
+    def _tops_of(self, row: Row, token: bytes) -> bytes:
+        """Alternatives by their text. The first of two that look alike is the likelier one, and is kept."""
+        tops = {token: number(row.value)}
+        for other, its in _others(row, self._most):
+            tops.setdefault(self._vocabulary[other].text, number(its))
+        return b"{%b}" % b",".join([b"%b:%b" % item for item in tops.items()])
+
+
+class NativeRows:
+    """``output_token_logprobs`` and ``output_top_logprobs`` of ``/generate``: all of them in every chunk.
+
+    Args:
+        most: how many alternatives are listed; of none the member is left out.
+        texts: show the tokens' texts, too.
+    """
+
+    __slots__ = ("_rows", "_texts", "_tops", "_vocabulary", "count", "most")
+
+    def __init__(self, tokenizer: Tokenizer, most: int, *, texts: bool = False) -> None:
+        self._vocabulary = Vocabulary(tokenizer)
+        self._texts = texts
+        self._rows = bytearray()
+        self._tops = bytearray()
+        self.most = most
+        self.count = 0
+
+    def add(self, row: Row, piece: str) -> None:  # noqa: ARG002 - as other APIs' rows
+        """See :class:`extproc.transcode.output.Rows`."""
+        comma = b"," if self.count else b""
+        self._rows += comma + self._entry(row.id, row.value)
+        if self.most:
+            entries = [self._entry(*one) for one in islice(zip(*row.top, strict=False), self.most)]
+            self._tops += comma + (b"[%b]" % b",".join(entries) if entries else _NULL)
+        self.count += 1
+
+    @property
+    def rows(self) -> bytes:
+        """``*_token_logprobs``."""
+        return b"[" + self._rows + b"]"
+
+    @property
+    def tops(self) -> bytes:
+        """``*_top_logprobs``."""
+        return b"[" + self._tops + b"]"
+
+    def _entry(self, token: int, value: float | None) -> bytes:
+        text = self._vocabulary[token].text if self._texts else _NULL
+        return b"[%b,%d,%b]" % (orjson.dumps(value), token, text)
+
+
+def prompt_rows(tokenizer: Tokenizer, prompt: PromptLogprobs) -> list[tuple[Row, str]]:
+    """The rows of a prompt, each with the text that it grows by with the token."""
+    detokenizer = tokenizer.detokenizer((), skip_special=False)
+    tops = prompt.tops or (((), ()),) * len(prompt.ids)
+    rows = zip(prompt.ids, prompt.values, tops, strict=False)
+    return [(Row(*row), detokenizer.add((row[0],))) for row in rows]
+
+
+def prompt_logprobs(vocabulary: Vocabulary, prompt: Iterable[tuple[Row, str]], most: int) -> bytes:
+    """``prompt_logprobs`` of vLLM's APIs: the token and the likeliest others by their ids, null for the first token.
+
+    gRPC does not tell ranks. They are what the order of a row tells: that of its last entry is known only if it is not
+    the prompt's token.
+    """
+    return b"[%b]" % b",".join([_position(vocabulary, row, piece, most) for row, piece in prompt])
+
+
+def _behind(tokenizer: Tokenizer, token: int, piece: str, text: str, at: int) -> int:
+    """Where a prompt's ``token``, which adds ``piece``, ends in the prompt's text, if it begins ``at``."""
+    if text.startswith(piece, at):
+        return at + len(piece)
+    bare = piece.lstrip(" ")  # SentencePiece puts a space before a text
+    if text.startswith(bare, at):
+        return at + len(bare)
+    return min(at + len(tokenizer.decode((token,))), len(text))  # of a special token that is nothing
+
+
+def _position(vocabulary: Vocabulary, row: Row, piece: str, most: int) -> bytes:
+    if row.value is None:
+        return _NULL
+    likelier, known = 0, False
+    for token, value in zip(*row.top, strict=False):
+        likelier += token != row.id and value > row.value
+        known |= token != row.id and value <= row.value
+    entries = [_entry(row.id, row.value, likelier + 1 if known else None, vocabulary.in_place(row.id, piece).text)]
+    for rank, (token, value) in enumerate(_others(row, most), 1):
+        entries.append(_entry(token, value, rank + (rank > likelier), vocabulary[token].text))
+    return b"{%b}" % b",".join(entries)
+
+
+def _entry(token: int, value: float, rank: int | None, text: bytes) -> bytes:
+    return b'"%d":{"logprob":%b,"rank":%b,"decoded_token":%b}' % (token, number(value), orjson.dumps(rank), text)
+
+
+def _others(row: Row, most: int) -> Iterator[tuple[int, float]]:
+    """The alternatives beside the token: ``most`` of them, one less where it is itself among the likeliest."""
+    others = [(token, value) for token, value in zip(*row.top, strict=False) if token != row.id]
+    own = row.value
+    likelier = sum(value > own for _, value in others) if own is not None else most
+    return islice(others, most - 1 if likelier < most else most)
