@@ -181,6 +181,9 @@ class _Receiver:
     def data(self, chunk: bytes) -> None:
         pass
 
+    def trailers(self, headers: object) -> None:
+        pass
+
     def done(self) -> None:
         pass
 

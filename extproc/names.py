@@ -13,8 +13,8 @@ METADATA_NAMESPACE: Final = "envoy.lb"
 PROGRESS_NAMESPACE: Final = "pd_extproc"
 WATCHED: Final = "watched"
 
-# Which role cluster the destination belongs to, PREFILL_CLUSTER or DECODE_CLUSTER. Egress: on every leg. Client
-# listener: only PREFILL_CLUSTER, set by the service on a path of pairs. Removed by the route.
+# Which cluster of workers.endpoints the destination belongs to. Egress: on every leg. Client listener: where it is not
+# that of the path: PREFILL_CLUSTER on a path of pairs, and those of gRPC workers. Removed by the route.
 CLUSTER: Final = "x-pd-cluster"
 
 # Response header on answers of workers: "ip:port" of the one that really answered, after any fail-over.

@@ -38,6 +38,9 @@ class Receiver:
         self.body += chunk
         self.changed.set()
 
+    def trailers(self, headers: Sequence[Header]) -> None:
+        pass
+
     def done(self) -> None:
         self.ends.append("done")
         self.changed.set()

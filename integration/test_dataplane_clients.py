@@ -15,6 +15,7 @@ from dataplane_rig import Rig, Unreachable, Worker, answer, garbage, hang_up, ne
 from extproc.dataplane.paths import CONTROL_PATHS, DECODE_PATHS, INFERENCE_PATHS, NOT_IMPLEMENTED_PATHS
 from extproc.errors import CATALOGUE
 from extproc.names import NAMING
+from extproc.workers.endpoints import ROLES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -454,7 +455,7 @@ async def test_a_worker_that_breaks_off_cuts_the_answer(rig: Rig) -> None:
 
 async def test_statistics_for_operators(rig: Rig) -> None:
     clusters = (await rig.envoy.admin.clusters())["cluster_statuses"]
-    assert {each["name"] for each in clusters} == {"prefill", "decode", "extproc", "ads", "control"}
+    assert {each["name"] for each in clusters} == {*ROLES, "extproc", "ads", "control"}
     assert await rig.envoy.admin.gauge("cluster.decode.upstream_rq_total") > 0
     assert await rig.envoy.admin.gauge("no.such.thing") == 0
     await rig.know((await rig.worker()).endpoint)

@@ -216,6 +216,10 @@ class _Heard:
         assert self._leg.out
         self._receiver.data(chunk)
 
+    def trailers(self, headers):
+        assert self._leg.out
+        self._receiver.trailers(headers)
+
     def done(self):
         assert self._leg.out
         self._leg.over = True

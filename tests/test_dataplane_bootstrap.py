@@ -24,6 +24,7 @@ from extproc.dataplane.messages import envoy_address
 from extproc.errors import CATALOGUE, error_body
 from extproc.names import LATE
 from extproc.transport.address import parse_address
+from extproc.workers.endpoints import ROLES
 
 CONFIG = DataplaneConfig(extproc="unix:/r/e", ads="unix:/r/a", control="unix:/r/c", egress="unix:/r/x")
 
@@ -234,8 +235,10 @@ def test_only_connections_that_never_came_about_are_retried() -> None:
     worker_policies = [policy for policy in policies if policy]
     assert {policy["retry_on"] for policy in worker_policies} == {"connect-failure,refused-stream"}
     assert {policy["num_retries"] for policy in worker_policies} == {3}
-    to_workers = (*paths.INFERENCE_PATHS, *paths.DECODE_PATHS, *paths.DECODE_PREFIXES, "prefill legs", "decode legs")
-    assert len(worker_policies) == len(to_workers)
+    to_workers = (*paths.INFERENCE_PATHS, *paths.DECODE_PATHS, *paths.DECODE_PREFIXES)
+    to_clusters = len(ROLES)  # legs on the egress listener
+    to_grpc = sum(cluster.endswith("_grpc") for cluster in ROLES)  # of clients' requests
+    assert len(worker_policies) == len(to_workers) + to_clusters + to_grpc
 
 
 @pytest.mark.parametrize(("payload", "buffered"), [(20_000_000, 20_000_000 + 2**20), (2**32, 2**32 - 1)])

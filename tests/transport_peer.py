@@ -151,6 +151,7 @@ class Receiver:
         self.status = 0
         self.headers: Sequence[Header] = ()
         self.body = bytearray()
+        self.last: Sequence[Header] = ()  # the trailers
         self.ends: list[str | Lost] = []  # "done" or why it was lost; must become exactly one
         self.detail = ""
         self.changed = asyncio.Event()
@@ -167,6 +168,10 @@ class Receiver:
     def data(self, chunk: bytes) -> None:
         self.body += chunk
         self._note("data")
+
+    def trailers(self, headers: Sequence[Header]) -> None:
+        self.last = headers
+        self._note("trailers")
 
     def done(self) -> None:
         self.ends.append("done")

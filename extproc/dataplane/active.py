@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Final
 
 _MARK: Final = b"::rq_active::"
@@ -16,10 +16,11 @@ class ActiveRequests:
     3 to 10 ms, all at once.)
     """
 
-    def __init__(self, clusters: Iterable[str]) -> None:
-        self._clusters = {name.encode(): name for name in clusters}
+    def __init__(self, roles: Mapping[str, str]) -> None:
+        """``roles``: which clusters to look at, and what they count for."""
+        self._roles = {name.encode(): role for name, role in roles.items()}
         self._rest = b""  # the beginning of a line
-        self.found: dict[tuple[str, str], int] = {}  # by cluster and "ip:port"
+        self.found: dict[tuple[str, str], int] = {}  # by role and "ip:port"
 
     def feed(self, piece: bytes) -> None:
         """Read on."""
@@ -33,7 +34,7 @@ class ActiveRequests:
             cluster, _, address = lines[lines.rfind(b"\n", 0, at) + 1 : at].partition(b"::")
             stop = lines.find(b"\n", at)
             count = lines[at + len(_MARK) : stop if stop >= 0 else len(lines)]
-            name = self._clusters.get(cluster)
-            if name is not None and count.isdigit():
-                self.found[name, address.decode("ascii", "replace")] = int(count)
+            role = self._roles.get(cluster)
+            if role is not None and count.isdigit():
+                self.found[role, address.decode("ascii", "replace")] = int(count)
             at = lines.find(_MARK, at + len(_MARK))

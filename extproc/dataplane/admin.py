@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from extproc.dataplane.active import ActiveRequests
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.endpoints import ROLES
 
 
 class EnvoyAdmin:
@@ -56,8 +56,8 @@ class EnvoyAdmin:
                 feed(piece)
 
     async def active_requests(self) -> dict[tuple[str, str], int]:
-        """Requests under way by role cluster and host ("ip:port"), those of everybody who sends through this Envoy."""
-        active = ActiveRequests((PREFILL_CLUSTER, DECODE_CLUSTER))
+        """Requests under way by role and host ("ip:port"), those of everybody who sends through this Envoy."""
+        active = ActiveRequests(ROLES)
         await self.clusters_as_text(active.feed)
         return active.found
 

@@ -23,7 +23,7 @@ from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
 
 from extproc.transport.address import SocketFile, UnixAddress, claim_socket_file, parse_address
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER, Endpoint, Health, Snapshot
+from extproc.workers.endpoints import Endpoint, Health, Snapshot
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 _TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
@@ -165,12 +165,8 @@ class AdsServer:
             version_info=str(self._version), type_url=ENDPOINTS_TYPE, nonce=str(subscriber.nonce)
         )
         for name in sorted(subscriber.names):
-            response.resources.add().Pack(assignment(name, self._endpoints(name)))
+            response.resources.add().Pack(assignment(name, self._snapshot.of(name)))
         return response
-
-    def _endpoints(self, name: str) -> tuple[Endpoint, ...]:
-        roles = {PREFILL_CLUSTER: self._snapshot.prefill, DECODE_CLUSTER: self._snapshot.decode}
-        return roles.get(name, ())
 
     async def _read(self, requests: AsyncIterator[Any], subscriber: _Subscriber) -> None:
         async for request in requests:

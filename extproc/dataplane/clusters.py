@@ -1,4 +1,4 @@
-"""Where Envoy sends: the two role clusters, and the service's own three."""
+"""Where Envoy sends: two clusters per role, of HTTP and of gRPC workers, and the service's own three."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.http2 import trusted_http2, trusted_http2_over_tcp
+from extproc.dataplane.http2 import to_engines, trusted_http2, trusted_http2_over_tcp
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, struct
 from extproc.names import (
     ADS_CLUSTER,
@@ -70,7 +70,7 @@ from extproc.names import (
     METADATA_NAMESPACE,
 )
 from extproc.transport.address import Address, UnixAddress, parse_address
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.endpoints import DECODE_CLUSTER, DECODE_GRPC_CLUSTER, PREFILL_CLUSTER, PREFILL_GRPC_CLUSTER
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TCP_USER_TIMEOUT = 18  # of Linux, where Envoy runs; the Python that renders this need not
@@ -81,16 +81,18 @@ _NO_CERTIFICATE_HAS_THIS_HASH = "00" * 32
 def clusters(config: DataplaneConfig) -> list[Cluster]:
     """Every cluster of the bootstrap."""
     return [
-        _role_cluster(PREFILL_CLUSTER, config),
-        _role_cluster(DECODE_CLUSTER, config),
+        _role_cluster(PREFILL_CLUSTER, config, _http1(config.upstream_idle_timeout)),
+        _role_cluster(DECODE_CLUSTER, config, _http1(config.upstream_idle_timeout)),
+        _role_cluster(PREFILL_GRPC_CLUSTER, config, _http2()),
+        _role_cluster(DECODE_GRPC_CLUSTER, config, _http2()),
         _grpc_cluster(EXTPROC_CLUSTER, parse_address(config.extproc)),
         _grpc_cluster(ADS_CLUSTER, parse_address(config.ads)),
         _service_cluster(CONTROL_CLUSTER, parse_address(config.control), _http1(config.upstream_idle_timeout)),
     ]
 
 
-def _role_cluster(name: str, config: DataplaneConfig) -> Cluster:
-    """Workers of one role; they come and go by ADS.
+def _role_cluster(name: str, config: DataplaneConfig, options: HttpProtocolOptions) -> Cluster:
+    """Workers of one role that speak the protocol of ``options``; they come and go by ADS.
 
     There is no outlier detection and no active health check: the service alone decides who is usable, and an engine
     that answers 500 to one bad prompt must not vanish behind the decision's back. A worker that cannot be connected
@@ -111,7 +113,7 @@ def _role_cluster(name: str, config: DataplaneConfig) -> Cluster:
         connect_timeout=seconds(config.connect_timeout),
         circuit_breakers=_no_circuit_breakers(),
         load_balancing_policy=_named_hosts_only(),
-        typed_extension_protocol_options={_HTTP_OPTIONS: any_of(_http1(config.upstream_idle_timeout))},
+        typed_extension_protocol_options={_HTTP_OPTIONS: any_of(options)},
         transport_socket_matches=_transport_sockets(config.ca_file),
     )
     return _notice_dead_peers(cluster)
@@ -236,6 +238,12 @@ def _notice_dead_peers(cluster: Cluster) -> Cluster:
         ]
     )
     return cluster
+
+
+def _http2() -> HttpProtocolOptions:
+    """For gRPC workers. Their connections stay open: servers announce (GOAWAY) that they are about to close one."""
+    explicit = HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=to_engines())
+    return HttpProtocolOptions(explicit_http_config=explicit)
 
 
 def _http1(idle_timeout: float) -> HttpProtocolOptions:

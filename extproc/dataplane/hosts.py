@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 import aiohttp
 
 from extproc.dataplane.admin import EnvoyAdmin
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.endpoints import ROLES
 from extproc.workers.worker import Role, Worker
 
-_ROLES: Final = {PREFILL_CLUSTER.encode(): Role.PREFILL, DECODE_CLUSTER.encode(): Role.DECODE}
+_ROLES: Final = {cluster.encode(): Role(role) for cluster, role in ROLES.items()}
 _log = logging.getLogger(__name__)
 
 

@@ -1,4 +1,4 @@
-"""HTTP/2 options between Envoy and our own service: no limits that protect against strangers."""
+"""HTTP/2 options between Envoy and our own service, with no limits that protect against strangers; and to engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from extproc.dataplane.messages import seconds
 MAX_STREAMS = 2**31 - 1
 _PLENTY = 1_000_000_000
 _MEBIBYTE = 1024 * 1024
+_ENGINE_STREAM = 64 * 1024
 
 
 def trusted_http2() -> Http2ProtocolOptions:
@@ -41,3 +42,27 @@ def trusted_http2_over_tcp() -> Http2ProtocolOptions:
     options = trusted_http2()
     options.connection_keepalive = KeepaliveSettings(interval=seconds(15), timeout=seconds(15))
     return options
+
+
+def to_engines() -> Http2ProtocolOptions:
+    """To gRPC workers. All legs of a worker share a connection for each thread of Envoy's.
+
+    A client that reads slowly has Envoy stop reading its leg: what the engine may send all the same is a stream's
+    window, some thousand tokens. It counts against the connection's, which must never be used up by such legs, or all
+    others would stand still with them.
+
+    No signs of life are asked for: gRPC servers give up a connection on which pings come more often than every five
+    minutes while they have nothing to say (``too_many_pings``), as during a long prefill. A machine that is gone is
+    noticed by TCP, as those of HTTP workers are.
+    """
+    return Http2ProtocolOptions(
+        max_concurrent_streams=MAX_STREAMS,
+        initial_stream_window_size=_ENGINE_STREAM,
+        initial_connection_window_size=1024 * _MEBIBYTE,
+        max_outbound_frames=_PLENTY,
+        max_outbound_control_frames=_PLENTY,
+        max_inbound_priority_frames_per_stream=_PLENTY,
+        max_inbound_window_update_frames_per_data_frame_sent=_PLENTY,
+        max_consecutive_inbound_frames_with_empty_payload=_PLENTY,
+        override_stream_error_on_invalid_http_message=True,
+    )

@@ -56,6 +56,10 @@ from extproc.names import (
 )
 from extproc.transport.address import parse_address
 
+# How much Envoy keeps of an answer that is read slowly; over HTTP/2 it is the window of a stream, too.
+# Of pieces of 0.5 to 4 KiB each takes 4 KiB of its memory: so a thousand such clients take 2 GiB at most. Its defaults
+# are 1 and 16 MiB.
+_CLIENT_BUFFER = 256 * 1024
 _EGRESS_SOCKET_MODE = 0o666  # the directory decides who gets in; Envoy and the service may run as different users
 
 
@@ -73,7 +77,9 @@ def client_listener(config: DataplaneConfig) -> Listener:
             override_stream_error_on_invalid_http_message=True,
         ),
         http2_protocol_options=Http2ProtocolOptions(
-            max_concurrent_streams=MAX_STREAMS, override_stream_error_on_invalid_http_message=True
+            max_concurrent_streams=MAX_STREAMS,
+            initial_stream_window_size=_CLIENT_BUFFER,
+            override_stream_error_on_invalid_http_message=True,
         ),
         route_config=client_routes(config),
         http_filters=[
@@ -90,6 +96,7 @@ def client_listener(config: DataplaneConfig) -> Listener:
     )
     _leave_alone(manager)
     listener = _listener(CLIENT_LISTENER, socket_address(config.client_host, config.client_port), manager)
+    listener.per_connection_buffer_limit_bytes = _CLIENT_BUFFER
     listener.tcp_keepalive = dead_peer_detection()  # nobody computes for a client that is gone
     listener.traffic_direction = TrafficDirection.INBOUND  # what EnvoyAdmin.begin_draining closes
     return listener

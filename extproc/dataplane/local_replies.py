@@ -24,7 +24,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from extproc.dataplane.messages import any_of, inline, set_header
 from extproc.errors import CATALOGUE, error_body
 from extproc.names import CONTROL_CLUSTER, ERROR_CODE, LOCAL_REPLY
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.endpoints import ROLES
 
 _FROM_EXT_PROC_FILTER = "response.code_details.startsWith('ext_proc_error')"
 
@@ -55,17 +55,23 @@ def _to(cluster: str) -> str:
     return f"xds.cluster_name == '{cluster}'"
 
 
-def _unreachable(cluster: str) -> tuple[Reply, Reply]:
-    message = f"no {cluster} worker that was chosen accepts connections"
+def _to_workers(role: str) -> str:
+    clusters = ", ".join(f"'{cluster}'" for cluster, of in ROLES.items() if of == role)
+    return f"xds.cluster_name in [{clusters}]"
+
+
+def _unreachable(role: str) -> tuple[Reply, Reply]:
+    message = f"no {role} worker that was chosen accepts connections"
+    to = _to_workers(role)
     return (
-        Reply(f"{cluster}_unreachable", message, _UNREACHABLE, _to(cluster), retry_after=True),
-        Reply(f"{cluster}_unreachable", message, _USED_UP, f"{_to(cluster)} && {_AFTER_A_RETRY}", retry_after=True),
+        Reply(f"{role}_unreachable", message, _UNREACHABLE, to, retry_after=True),
+        Reply(f"{role}_unreachable", message, _USED_UP, f"{to} && {_AFTER_A_RETRY}", retry_after=True),
     )
 
 
-def _lost(cluster: str) -> Reply:
-    message = f"the {cluster} worker closed the connection before it answered"
-    return Reply(f"{cluster}_connection_lost", message, _LOST, _to(cluster))
+def _lost(role: str) -> Reply:
+    message = f"the {role} worker closed the connection before it answered"
+    return Reply(f"{role}_connection_lost", message, _LOST, _to_workers(role))
 
 
 # The first row that fits wins. Answers without flags are ours (direct responses, ImmediateResponse of the ext_proc
@@ -84,11 +90,11 @@ REPLIES = (
         expression=_to(CONTROL_CLUSTER),
         retry_after=True,
     ),
-    *_unreachable(PREFILL_CLUSTER),
-    *_unreachable(DECODE_CLUSTER),
+    *_unreachable("prefill"),
+    *_unreachable("decode"),
     Reply("no_available_workers", "the worker that was chosen is no longer there", flags=_NOBODY, retry_after=True),
-    _lost(PREFILL_CLUSTER),
-    _lost(DECODE_CLUSTER),
+    _lost("prefill"),
+    _lost("decode"),
     Reply("request_timeout", "the request took too long", flags=_LATE),
     Reply("not_found", "no such path", flags=("NR",)),
 )

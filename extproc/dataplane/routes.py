@@ -41,7 +41,7 @@ from extproc.names import (
     NAMING,
     UPSTREAM,
 )
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.endpoints import DECODE_CLUSTER, DECODE_GRPC_CLUSTER, PREFILL_CLUSTER, PREFILL_GRPC_CLUSTER, ROLES
 
 # Envoy adds it for itself when it trusts the connection's address; workers have no use for it.
 _EXTERNAL_ADDRESS = "x-envoy-external-address"
@@ -57,6 +57,8 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
     requests that have no route as well, malformed ones for example, and their clients would see a closed connection.
     """
     routes = [
+        _grpc_route(PREFILL_GRPC_CLUSTER, config),
+        _grpc_route(DECODE_GRPC_CLUSTER, config),
         *(_chosen_prefill_route(path, config) for path in DECODE_PATHS),
         *(_worker_route(_post(path), DECODE_CLUSTER, config) for path in DECODE_PATHS),
         *(_worker_route(RouteMatch(prefix=prefix), DECODE_CLUSTER, config) for prefix in DECODE_PREFIXES),
@@ -76,7 +78,7 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
 
 def egress_routes(config: DataplaneConfig) -> RouteConfiguration:
     """Legs of the service: the role cluster by header; which worker, the destination says."""
-    routes = [_egress_route(PREFILL_CLUSTER, config), _egress_route(DECODE_CLUSTER, config)]
+    routes = [_egress_route(cluster, config) for cluster in ROLES]
     return RouteConfiguration(
         name=EGRESS_LISTENER,
         virtual_hosts=[_virtual_host(EGRESS_LISTENER, routes, config)],
@@ -126,6 +128,13 @@ def _worker_route(match: RouteMatch, cluster: str, config: DataplaneConfig) -> R
 def _chosen_prefill_route(path: str, config: DataplaneConfig) -> Route:
     """For a request that a prefill worker answers alone, though its path is one for pairs: the service says so."""
     route = _worker_route(_post(path, _header(CLUSTER, PREFILL_CLUSTER)), PREFILL_CLUSTER, config)
+    route.request_headers_to_remove.append(CLUSTER)
+    return route
+
+
+def _grpc_route(cluster: str, config: DataplaneConfig) -> Route:
+    """For a request that the service has made one to a gRPC worker: the path is a method's by then."""
+    route = _worker_route(RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]), cluster, config)
     route.request_headers_to_remove.append(CLUSTER)
     return route
 

@@ -139,6 +139,8 @@ class EgressConnection(Http2Protocol):
 
     def _handle_rare(self, event: Event) -> None:
         if type(event) is TrailersReceived:
+            if (leg := self._legs.get(event.stream_id)) is not None:
+                leg.trailers(event.headers)
             self._complete(event.stream_id)
         elif type(event) is SettingsReceived:
             self._greeted.set()

@@ -89,6 +89,15 @@ class EgressLeg:
         except Exception:  # noqa: BLE001 -- as above
             self._crashed()
 
+    def trailers(self, headers: Sequence[Header]) -> None:
+        """The trailers came; :meth:`done` follows."""
+        if self._receiver is None:
+            return
+        try:
+            self._receiver.trailers(headers)
+        except Exception:  # noqa: BLE001 -- as above
+            self._crashed()
+
     def done(self) -> None:
         """The answer is complete."""
         receiver, self._receiver = self._receiver, None

@@ -80,13 +80,19 @@ class Lost(Enum):
 
 
 class LegReceiver(Protocol):
-    """What receives a leg's answer: ``head``, any number of ``data``, then ``done``; or ``lost`` at any moment."""
+    """What receives a leg's answer: ``head``, any number of ``data``, ``trailers`` if there are any, then ``done``.
+
+    Or ``lost`` at any moment.
+    """
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """The final response head; pseudo headers are not in ``headers``."""
 
     def data(self, chunk: bytes) -> None:
         """A piece of the response body, as it comes."""
+
+    def trailers(self, headers: Sequence[Header]) -> None:
+        """The trailers of the answer, which is complete with them."""
 
     def done(self) -> None:
         """The answer is complete."""

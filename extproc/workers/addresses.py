@@ -66,7 +66,8 @@ class Addresses:
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is; see Registry.place. Raises EndpointTakenError."""
         place = self._places.setdefault(worker.id, _Place(worker))
-        endpoint = Endpoint(ip=ip, port=worker.url.port, hostname=worker.url.host, tls=worker.url.tls)
+        url = worker.url
+        endpoint = Endpoint(ip=ip, port=url.port, hostname=url.host, tls=url.tls, grpc=url.is_grpc)
         if place.wanted == endpoint:
             return
         holder = self._holder(endpoint, place)
