@@ -93,7 +93,7 @@ class RequestMetrics:
 
         def collect() -> None:
             self._in_flight.set(gateway.alive)
-            self._rooms.set(gateway.handoffs.live)
+            self._rooms.set(gateway.rooms)
             self._admission.show(gateway)
 
         self._metrics.before_render(collect)

@@ -15,7 +15,7 @@ kv-engine-id-annotation kv-index log-dir max-background-responses max-buffered-r
 mm-allow-private-media-hosts mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing
 model-id-from multimodal-max-inflight-bytes otlp-traces-endpoint parser prefill-selector
 prometheus-duration-buckets reasoning-parser remove-unhealthy-workers router-selector selection-accounting-ttl-ms
-selector service-discovery service-discovery-namespace service-discovery-port sse-keepalive-secs
+selector service-discovery service-discovery-namespace service-discovery-port
 stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-stale-secs

@@ -35,7 +35,9 @@ from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import Handle
 from extproc.exchange.gateway import Gateway, GatewayConfig
+from extproc.exchange.rpc import Rpc
 from extproc.exchange.session import Session
+from extproc.handoff.grpc_table import RpcHandoffs
 from extproc.handoff.table import Handoffs
 from extproc.lone_decodes import LoneDecodeWarnings
 from extproc.observe import Observers, RequestLog, RequestMetrics
@@ -148,6 +150,8 @@ class Service:
             self._monitor.report_failure,
             self._monitor.report_doubt,
         )
+        rpc_handoffs = RpcHandoffs(mooncake_in_turn=settings.mooncake_dispatch is MooncakeDispatch.SEQUENTIAL)
+        self.gateway.rpc = Rpc(self.text.texts, self.text.endpoints, rpc_handoffs, time.time)
         request_metrics.watch(self.gateway)
         self._kv_events = None if self.prefixes is None else self._event_feed(self.prefixes, metrics)
         self._rooms = Rooms(self.gateway.config.legs.prefill_limit, self.gateway.legs.freed)
@@ -296,6 +300,8 @@ class Service:
         return admin
 
     def _on_change(self, worker: Worker, change: Change) -> None:
+        if change in (Change.ADDED, Change.REMOVED) and self.gateway.rpc is not None:
+            self.gateway.rpc.workers = frozenset(each for each in self.registry if each.url.is_grpc)
         gone = change is Change.STATUS and worker.status in _GONE
         if gone and worker.role is Role.PREFILL:
             self.gateway.prefill_lost(worker)
@@ -490,6 +496,7 @@ def _overload(settings: Settings) -> OverloadSettings:
 def _gateway_config(settings: Settings) -> GatewayConfig:
     return GatewayConfig(
         request_timeout=settings.request_timeout_secs,
+        keep_alive=settings.sse_keepalive_secs,
         max_payload_bytes=settings.max_payload_size,
         request_id_headers=tuple(settings.request_id_headers),
         api_key=settings.api_key,

@@ -168,6 +168,8 @@ class Settings(TextSettings):
         Group.CLIENTS, "largest request body", "BYTES")] = 536870912
     request_timeout_secs: Annotated[Duration, Option(
         Group.CLIENTS, "longest time one request may take", "SECONDS")] = 1800
+    sse_keepalive_secs: Annotated[Grace, Option(
+        Group.CLIENTS, "silence of a gRPC worker's stream till a comment; 0: none", "SECONDS")] = 15
     request_id_headers: Annotated[HeaderNames, Option(
         Group.CLIENTS, "request id from", "NAME")
     ] = REQUEST_ID_HEADERS

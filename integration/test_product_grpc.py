@@ -1,4 +1,4 @@
-"""gRPC workers beside HTTP ones, behind a real Envoy: known and watched, and given nothing."""
+"""gRPC workers beside HTTP ones, behind a real Envoy: known and watched; never a part of a pair with one over HTTP."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ async def until_shown(product: Mixed, url: str, status: str) -> dict[str, Any]:
     return await shown(product, url)
 
 
-async def test_one_given_by_an_option_is_ready_and_gets_no_requests(product: Mixed) -> None:
+async def test_one_without_a_partner_is_ready_and_gets_no_requests(product: Mixed) -> None:
     found = await until_shown(product, product.rpc.url, "ready")
     assert (found["connection_mode"], found["runtime_type"], found["model_id"]) == ("grpc", "tokenspeed", "tiny")
     await soon(lambda: product.service.text.texts.of("tiny") is not None, "its tokenizer is not loaded")
     reason = (await shown(product, product.rpc.url))["status_reason"]
-    assert reason == "workers over gRPC are given no requests yet"
+    assert 'no usable prefill worker fits (mismatch on ["connection_mode"]' in reason
     answers = await asyncio.gather(*(product.post("/v1/chat/completions", BODY) for _ in range(8)))
     assert {answer.status for answer in answers} == {200}
     assert len(product.decode.legs) == 8

@@ -30,6 +30,7 @@ BELOW = {
         "merge",
         "policies",
         "text",
+        "transcode",
         "workers",
         "transport",
     },

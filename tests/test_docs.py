@@ -25,6 +25,7 @@ from extproc.exchange.clock import (
     HEAD_SECONDS,
     LEFTOVER_SECONDS,
     LINGER_SECONDS,
+    PREFILL_WORD_SECONDS,
     SECOND_CALL_SECONDS,
     SETTLE_SECONDS,
     TAKEN_SECONDS,
@@ -128,6 +129,7 @@ def test_times_and_limits_are_the_codes():
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts
     assert f"call of a late answer {SECOND_CALL_SECONDS:g} s" in timeouts
+    assert f"when the decode of its answer is done {PREFILL_WORD_SECONDS:g} s" in timeouts
     assert f"decode whose prefill failed {UNPIN_SECONDS:g} s" in timeouts
     assert f"after its 400 and {SETTLE_SECONDS:g} s, release" in section("Who ends what")
     assert f"whose leg was ended after {TAKEN_SECONDS:g} s or more" in section("Who ends what")

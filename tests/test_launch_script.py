@@ -256,9 +256,8 @@ def test_grpc(engine: str, module: str, environment: dict[str, str], given: list
     assert made.registrations == []
 
 
-def test_that_grpc_workers_are_given_no_requests_yet_is_said_for_as_long_as_it_is_so() -> None:
+def test_over_grpc_the_gateway_is_told_the_model() -> None:
     made = plan("tokenspeed", "m")
-    assert "pd-extproc gives gRPC workers no requests yet" in made.text
     assert made.settings.model_path == "m"
 
 

@@ -64,7 +64,7 @@ def test_the_defaults_are_the_peers() -> None:
     assert settings.mode is Mode.REGULAR
     assert (settings.host, settings.port) == ("0.0.0.0", 30000)
     assert settings.max_payload_size == 512 * 1024 * 1024
-    assert settings.request_timeout_secs == 1800
+    assert (settings.request_timeout_secs, settings.sse_keepalive_secs) == (1800, 15)
     assert settings.request_id_headers == ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
     assert (settings.prometheus_host, settings.prometheus_port) == ("0.0.0.0", 29000)
     assert (settings.health_failure_threshold, settings.health_success_threshold) == (3, 2)
@@ -227,6 +227,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "control_plane_open": ("true", "true", True),
     "max_payload_size": ("1024", "1024", 1024),
     "request_timeout_secs": ("0.5", "0.5", 0.5),
+    "sse_keepalive_secs": ("0", "0", 0),
     "request_id_headers": ("X-One", "[X-One]", ("x-one",)),
     "response_headers": ("false", "false", False),
     "trust_client_control_fields": ("true", "true", True),

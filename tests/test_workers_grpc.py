@@ -16,6 +16,7 @@ from fleet import FAST, LONG, SLOW, Engine, Fleet, engine, eventually, fleet, sp
 
 from extproc.mock import RpcMock
 from extproc.workers.client import WorkerClient
+from extproc.workers.endpoints import DECODE_CLUSTER, DECODE_GRPC_CLUSTER
 from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.load import EngineLoad
@@ -24,7 +25,6 @@ from extproc.workers.rpc.channels import pem_roots
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker
 
 P, D = Role.PREFILL, Role.DECODE
-UNSERVED = "workers over gRPC are given no requests yet"
 ENGINES = ("sglang", "vllm", "tokenspeed")
 CERTIFICATE = Path(__file__).parent / "data/tls/engine.pem"
 
@@ -110,7 +110,7 @@ class TestIdentity:
             assert (worker.pairing.version, worker.pairing.model_path) == ("0.32.0", "/models/tiny")
             assert worker.labels["max_num_seqs"] == "16"
             assert worker.labels.keys().isdisjoint({"uptime_seconds", "server_type", "kv_role", "kv_engine_id"})
-            assert f.registry.trouble(worker) == UNSERVED
+            assert f.registry.trouble(worker) == ""
 
     async def test_vllm_with_mooncake_is_known_by_its_bootstrap_server_too(self) -> None:
         async with RpcMock("vllm", "prefill", connector=MOONCAKE, engine_id="e", dp_size=2) as mock, fleet() as f:
@@ -155,7 +155,7 @@ class TestIdentity:
             await eventually(lambda: all(rank.engine_load for rank in worker.ranks))
             assert [rank.name for rank in worker.ranks] == [f"{mock.url}@{rank}" for rank in range(3)]
             assert [rank.engine_load and rank.engine_load.waiting for rank in worker.ranks] == [2, 2, 2]
-            assert {rank.unserved for rank in worker.ranks} == {UNSERVED}
+            await until(f.registry, lambda: all(rank.usable for rank in worker.ranks))
             assert len(f.client.rpc) == 1
 
     @pytest.mark.parametrize("method", ["GetModelInfo", "GetServerInfo"])
@@ -166,7 +166,7 @@ class TestIdentity:
             await f.is_said(worker, f"cannot learn what it serves: {method}: INTERNAL: {method} fails")
             del mock.errors[method]
             await eventually(lambda: worker.model_ids == ("tiny",))
-            assert f.registry.trouble(worker) == UNSERVED
+            assert f.registry.trouble(worker) == ""
 
     async def test_a_version_that_cannot_be_had_is_asked_for_again_and_a_known_one_kept(self) -> None:
         async with RpcMock("vllm", "prefill", connector=NIXL) as mock, fleet() as f:
@@ -364,32 +364,36 @@ class TestHealth:
 
 
 class TestRequests:
-    async def test_none_are_given_to_it_and_envoy_is_not_told_of_it(self) -> None:
+    async def test_envoy_is_told_of_it_as_what_it_is(self) -> None:
         async with RpcMock("sglang", "prefill") as mock, RpcMock("sglang", "decode") as other, fleet(FAST) as f:
             workers = [f.registry.add(spec(P, mock.url)), f.registry.add(spec(D, other.url))]
             for worker in workers:
                 await f.becomes(worker, Status.READY)
-                assert (worker.usable, worker.endpoint, f.registry.trouble(worker)) == (False, None, UNSERVED)
-            assert f.registry.usable(P, None) == ()
-            assert not f.registry.readiness().ready
-            assert f.envoy.published == []
+                await until(f.registry, lambda worker=worker: worker.usable)
+            assert f.registry.usable(P, None) == (workers[0],)
+            assert f.registry.readiness().ready
+            snapshot = f.envoy.published[-1]
+            assert [endpoint.port for endpoint in snapshot.of(DECODE_GRPC_CLUSTER)] == [other.port]
+            assert snapshot.of(DECODE_CLUSTER) == ()
+            assert all(endpoint.grpc for endpoint in (*snapshot.prefill, *snapshot.decode))
 
-    async def test_http_workers_beside_it_are_used(self) -> None:
+    async def test_http_workers_beside_it_are_used_with_each_other(self) -> None:
         async with RpcMock("sglang", "decode") as mock, engine() as http, engine(mode="decode") as decode, fleet() as f:
             over_grpc = f.registry.add(spec(D, mock.url))
             workers = [f.registry.add(spec(P, http.url)), f.registry.add(spec(D, decode.url))]
             await until(f.registry, lambda: all(worker.usable for worker in workers))
             await f.becomes(over_grpc, Status.READY)
-            assert f.registry.usable(D, None) == (workers[1],)
+            await until(f.registry, lambda: over_grpc.usable)
+            (prefill,) = f.registry.pairs(None).prefills
+            assert f.registry.pairs(None).tiers(prefill) == ((workers[1],),)
             assert f.registry.readiness().ready
 
-    async def test_were_they_given_requests_none_would_be_paired_with_one_over_http(self) -> None:
+    async def test_none_is_paired_with_one_over_http(self) -> None:
         async with RpcMock("sglang", "decode") as mock, engine() as http, fleet() as f:
             prefill, decode = f.registry.add(spec(P, http.url)), f.registry.add(spec(D, mock.url))
             await until(f.registry, lambda: prefill.usable)
             await f.becomes(decode, Status.READY)
-            decode.unserved, decode.endpoint = "", f"127.0.0.1:{mock.port}"
-            f.registry.set_engines(decode, (KvEngine(0, "x"),))  # has what is worked out forgotten
+            await until(f.registry, lambda: decode.usable)
             assert f.registry.pairs(None).prefills == ()
             assert 'mismatch on ["connection_mode"]' in f.registry.readiness().reason
             assert 'connection_mode: ["http"] and ["grpc"]' in f.registry.trouble(decode)

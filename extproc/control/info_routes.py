@@ -14,7 +14,7 @@ from extproc.workers.registry import Registry
 from extproc.workers.rpc.as_json import as_json
 from extproc.workers.rpc.channels import UnimplementedError
 from extproc.workers.rpc.services import GET_MODEL_INFO, GET_SERVER_INFO, service_of
-from extproc.workers.worker import Role, Status, Worker
+from extproc.workers.worker import Role, Worker
 
 _OTHER_NAME = {
     "/server_info": "/get_server_info",
@@ -61,12 +61,9 @@ class InfoRoutes:
         )
 
     def _one(self) -> Worker | None:
-        """The first that is given requests; else the first that would be, were gRPC workers given any."""
+        """The first that is given requests; one over HTTP rather, whose answer is the engine's own."""
         usable = self._registry.usable(Role.PREFILL, None)
-        if usable:
-            return usable[0]
-        ready = (worker for worker in self._registry if worker.status is Status.READY and worker.url.is_grpc)
-        return next((worker for worker in ready if worker.role is Role.PREFILL), None)
+        return next((worker for worker in usable if not worker.url.is_grpc), usable[0] if usable else None)
 
     async def _ask_over_grpc(self, worker: Worker, path: str) -> Answer:
         service, method = service_of(worker.runtime), _METHODS[path]

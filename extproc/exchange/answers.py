@@ -119,12 +119,20 @@ class WholeAnswer:
             self._parts.append(chunk)
             self._size += len(chunk)
 
+    def trailers(self, headers: Sequence[Header]) -> None:
+        """See LegReceiver. HTTP's say nothing that matters."""
+
     def done(self) -> None:
         """See LegReceiver."""
         if not 200 <= self.status < 300:
             worker, answers = self._worker, self._answers_client
             self._failed(failure_of(worker, self.status, self.headers, self.body, answers_client=answers))
-        elif self._is_failure(self.body):
+        else:
+            self._answered_well()
+
+    def _answered_well(self) -> None:
+        """The status says so; look at the body."""
+        if self._is_failure(self.body):
             name = self._worker.role.value
             message = f"{name} worker {self._worker.url} aborted the request"
             self._failed(GatewayError(f"{name}_failed", message, answered=self.status))

@@ -22,7 +22,7 @@ from extproc.exchange.placed import Placed
 from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.stored import naming
-from extproc.handoff.handoff import Kv, Plan
+from extproc.handoff.handoff import Handoff, Kv, Plan
 from extproc.merge.parts import Joint, leg_edits
 from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.worker import Role, Worker
@@ -57,7 +57,7 @@ class AttemptEvents(Protocol):
         """A leg failed, and with it the attempt; ``workers`` is where it was tried."""
 
 
-class _Part:
+class Part:
     """One pair of legs; the LegReceiver of its decode leg, and its prefill leg's PrefillEvents."""
 
     __slots__ = (
@@ -109,6 +109,9 @@ class _Part:
         else:
             self.begun = self.begun or self._attempt.shows_token(chunk)
             self._attempt.events.decode_data(self.index, chunk)
+
+    def trailers(self, headers: Sequence[Header]) -> None:
+        """See LegReceiver. HTTP's say nothing that matters."""
 
     def done(self) -> None:
         """See LegReceiver."""
@@ -198,8 +201,19 @@ class Attempt:
         self.prefill = pair.prefill
         self._decodes = pair.decodes
         tokens = request.prompt_tokens() // max(1, len(joint.prompts))
-        self._parts = [_Part(self, index, pair.decodes[0], tokens) for index in range(joint.parts)]
+        self._parts = [self._part(index, pair.decodes[0], tokens) for index in range(joint.parts)]
         self._stored, self._members = naming(session.gateway.stored, request, pair.decodes[0], session.take_own_id())
+
+    def _part(self, index: int, worker: Worker, tokens: int) -> Part:
+        return Part(self, index, worker, tokens)
+
+    def _handoff_of(self, part: Part) -> Handoff:  # noqa: ARG002 - what another kind of attempt asks
+        """What prepares a part's legs."""
+        return self._handoff
+
+    def _path(self) -> bytes:
+        """The workers' path for the legs."""
+        return leg_path(self._request.api, self._head.path)
 
     @property
     def busy(self) -> bool:
@@ -258,8 +272,7 @@ class Attempt:
             if part.prefill is not None:
                 part.prefill.drop()
             if part.decode is not None:
-                part.decode.cancel()
-                part.over()
+                self._end_decode(part)
                 if part.prefill is not None and not part.headed:
                     part.prefill.settle()
                 # Until a head comes, Envoy may be with any worker of the list: it says where it is only then.
@@ -268,7 +281,13 @@ class Attempt:
             if params and (workers := self._reachable(part)):
                 self._order(self._handoff.forgets(params), [workers])
 
-    def _reachable(self, part: _Part) -> Sequence[Worker]:
+    def _end_decode(self, part: Part) -> None:
+        """Nobody wants the answer of a decode leg that is out."""
+        assert part.decode is not None
+        part.decode.cancel()
+        part.over()
+
+    def _reachable(self, part: Part) -> Sequence[Worker]:
         """Decode workers that can have a prefill free what it holds."""
         failed = part.worker if part.headed else None
         placer = self._session.gateway.placer
@@ -292,7 +311,7 @@ class Attempt:
 
     # -- what the decode legs tell --------------------------------------------------------------------------------
 
-    def answered(self, part: _Part, headers: Sequence[Header]) -> None:
+    def answered(self, part: Part, headers: Sequence[Header]) -> None:
         """A decode leg has its answer's head, and with it the word of who answers."""
         served = answered_by(self._decodes, headers)
         if served is None:
@@ -307,7 +326,7 @@ class Attempt:
         else:
             self._session.record.decode = served.name
 
-    def refusal_of(self, part: _Part) -> WholeAnswer:
+    def refusal_of(self, part: Part) -> WholeAnswer:
         """What receives a decode leg's answer that is an error."""
         return WholeAnswer(
             part.worker,
@@ -321,12 +340,12 @@ class Attempt:
         """Whether the first pieces of an answer, of which this is one, mean that the decode has the KV cache."""
         return self._request.api is not RESPONSES or _OUTPUT in chunk  # whose first events repeat the request
 
-    def kept(self, part: _Part) -> None:
+    def kept(self, part: Part) -> None:
         """A decode leg answers 2xx: its worker may keep the answer."""
         if self._stored:
             self._session.gateway.stored.made(self._stored, part.worker)
 
-    def lost(self, part: _Part, error: GatewayError) -> None:
+    def lost(self, part: Part, error: GatewayError) -> None:
         """A decode leg has broken off."""
         if not part.headed:
             self._untold(part, error.fault.code)
@@ -334,20 +353,20 @@ class Attempt:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _is_with(self, part: _Part, worker: Worker) -> None:
+    def _is_with(self, part: Part, worker: Worker) -> None:
         """Envoy says where a decode leg is: after a fail-over that is not the first of the list."""
         if worker is not part.worker:
             refused(self._session.gateway, refused_before(self._decodes, worker), part.turn)
             part.worker.end(part.turn, part.tokens)
             part.worker, part.turn = worker, worker.begin(part.tokens)
 
-    def _untold(self, part: _Part, code: str, status: int = 0) -> None:
+    def _untold(self, part: Part, code: str, status: int = 0) -> None:
         """See to what a decode worker that failed before its answer may not have told the prefill."""
         if part.prefill is not None:
             untold = part.prefill.decode_failed(code, status)
             part.params = part.params or untold
 
-    def _refused(self, part: _Part, error: GatewayError) -> None:
+    def _refused(self, part: Part, error: GatewayError) -> None:
         """A decode leg has an error: its own, or, if its prefill fails just now, that one's."""
         blame = self._handoff.blame
         if blame and error.answered == 500 and part.prefilling:
@@ -356,7 +375,7 @@ class Attempt:
         else:
             self._refused_for_good(part, error)
 
-    def _refused_for_good(self, part: _Part, error: GatewayError) -> None:
+    def _refused_for_good(self, part: Part, error: GatewayError) -> None:
         part.blaming = None
         self._unreachable = error.fault.code.endswith("_unreachable")
         partner = self.prefill if part.prefill is not None else None
@@ -365,7 +384,7 @@ class Attempt:
         self._untold(part, code, error.status)
         self.events.leg_failed(error, self._decodes if self._unreachable else (part.worker,))
 
-    def _edits(self, part: _Part) -> LegEdits:
+    def _edits(self, part: Part) -> LegEdits:
         """In what the part's legs differ from the client's request."""
         edits = leg_edits(self._request, self._joint, part.index)
         if not self._members:
@@ -373,14 +392,14 @@ class Attempt:
         prefill, decode = [Edits({**leg.put, **self._members}, leg.drop) for leg in edits[:2]]
         return LegEdits(prefill, decode, edits.prompt_logprobs)
 
-    def _send(self, part: _Part) -> None:
-        session, handoff = self._session, self._handoff
+    def _send(self, part: Part) -> None:
+        session, handoff = self._session, self._handoff_of(part)
         gateway = session.gateway
         edits = self._edits(part)
         trusts, decode = gateway.config.trust_client, self._decodes[0]
         plan = handoff.plan(self._request, self.prefill, edits, trust_client=trusts, decode=decode)
         keep = self._keep_prefills or handoff.in_turn
-        path = leg_path(self._request.api, self._head.path)
+        path = self._path()
         leg = part.prefill = PrefillLeg(
             session, self._head, path, self._placed, plan, self._leg_id(part), part.tokens, keep=keep, events=part
         )
@@ -389,21 +408,21 @@ class Attempt:
         if not handoff.in_turn:
             self._send_decode(part, plan.decode)
 
-    def _send_decode(self, part: _Part, body: bytes) -> None:
+    def _send_decode(self, part: Part, body: bytes) -> None:
         gateway, head = self._session.gateway, self._head
-        path = leg_path(self._request.api, head.path)
+        path = self._path()
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
         part.decode = gateway.egress.send(headers, body, part)
         if self._session.promise:
             self._session.use_room(part.worker)
         part.turn = part.worker.begin(part.tokens)
 
-    def _leg_id(self, part: _Part) -> bytes:
+    def _leg_id(self, part: Part) -> bytes:
         """What workers are told for the request's id: engines name a request after it."""
         leg_id = self._session.record.leg_id
         return leg_id + b"-%d" % part.index if part.index and self._handoff.prefixes_ids else leg_id
 
-    def prefill_answered(self, part: _Part, body: bytes) -> None:
+    def prefill_answered(self, part: Part, body: bytes) -> None:
         """A prefill leg's answer is complete."""
         self.learn(self.prefill)
         if self._handoff.in_turn and not self._hand_over(part, body):
@@ -419,13 +438,15 @@ class Attempt:
             _log.exception("request %s", self._session.record.request_id.decode("latin-1"))
             self.events.broke()
 
-    def _hand_over(self, part: _Part, answer: bytes) -> bool:
+    def _hand_over(self, part: Part, answer: bytes) -> bool:
         """Send the decode leg that the prefill's answer makes; False where that is none and there must be one."""
         plan, session = part.plan, self._session
         assert plan is not None
         config = session.gateway.config
         edits = self._edits(part)
-        handed = self._handoff.handed(self._request, plan, edits.decode, answer, trust_client=config.trust_client)
+        handed = self._handoff_of(part).handed(
+            self._request, plan, edits.decode, answer, trust_client=config.trust_client
+        )
         part.params = handed.params
         if handed.kv is not Kv.HANDED:  # one part that is not decides
             session.record.kv = handed.kv.value
@@ -436,7 +457,7 @@ class Attempt:
         self._send_decode(part, handed.decode)
         return True
 
-    def _abort(self, part: _Part, workers: Sequence[Worker]) -> None:
+    def _abort(self, part: Part, workers: Sequence[Worker]) -> None:
         if part.plan is not None:
             self._order(self._handoff.aborts(part.plan), [(worker,) for worker in workers])
 

@@ -8,6 +8,8 @@ from typing import Final, Protocol
 # How long a prefill leg may go on after the decode's answer ended. Measured on real SGLang: a prefill answers between
 # 5 ms before and 40 ms after the decode's first token.
 LINGER_SECONDS: Final = 0.05
+# The same of a gRPC call, which an answer waits for that ends with the prefill's counts of tokens.
+PREFILL_WORD_SECONDS: Final = 2.0
 # For the head of a released decode's answer to come, before another answer is begun that it must not cross. Measured:
 # an engine that sends it before it has a token does so within 10 ms, one that answers an abort likewise.
 HEAD_SECONDS: Final = 0.05

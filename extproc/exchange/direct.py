@@ -111,7 +111,7 @@ class DirectCourse:
         self._timer: Handle | None = None
         self._status = 0  # of the decode's answer
         self._local_reply = ""  # the code of an answer that Envoy made up itself
-        self._refusal: AnswerHead | None = None  # of a decode, kept back
+        self._refusal: GatewayError | None = None  # of a decode, kept back
         self._released = False
         self._waives = False  # the decode is to do without the prefill that failed
         self._watch: Watch | None = None  # of an answer whose decode may yet wait for the prefill in vain
@@ -206,7 +206,10 @@ class DirectCourse:
 
     def response_headers(self, headers: Iterable[HeaderValue]) -> None:
         """See Course."""
-        head = AnswerHead.of(headers)
+        self._headed(AnswerHead.of(headers))
+
+    def _headed(self, head: AnswerHead, error: GatewayError | None = None) -> None:
+        """The head of the decode's answer is there; ``error`` is what one with an error status means, where known."""
         self._status = status = head.status
         if head.code is not None:  # Envoy answered in the worker's place
             self._session.record.code = self._local_reply = head.code
@@ -220,11 +223,12 @@ class DirectCourse:
             if self._leg is not None:
                 untold = self._leg.decode_failed(self._local_reply, status)
                 self._params = self._params or untold
+            error = error or head.error(self._decode)
             if self._may_be_the_prefills(head):
-                self._refusal = head
+                self._refusal = error
                 self._fire(Event.DECODE_REFUSED_EARLY)
             else:
-                self._fire(self._after_refusal(head))
+                self._fire(self._after_refusal(error))
             return
         # The decode has the request: it fetches the cache, or has it freed when it is aborted.
         self._params = b""
@@ -332,17 +336,26 @@ class DirectCourse:
         self._released = True
         body = self._body
         self._body = b""
-        session.call.send(
-            head_reply(session, self._head, self._request, decode, self._path, body, destinations(self._upstreams))
-        )
+        session.call.send(self._released_head(body))
         if body is None:
             return
         # A client's trailers end here, unanswered: no engine reads any. Were they released behind a body that the
         # router keeps for the next host, Envoy 1.40 would send that body twice and so spoil the worker's connection.
         session.call.send(wire.request_body_reply(body, end=True))
 
+    def _released_head(self, body: bytes | None) -> bytes:
+        """The message that releases the request's head."""
+        to = destinations(self._upstreams)
+        return head_reply(self._session, self._head, self._request, self._decode, self._path, body, to)
+
     def pass_head(self) -> None:
         """See Outside."""
+        self._head_passes()
+        session = self._session
+        session.call.send(wire.response_headers_reply(answer_mutation(session), self._watched()))
+
+    def _head_passes(self) -> None:
+        """The answer's head is about to go to the client: remember who gave it, and when."""
         self._stop_timer()
         session = self._session
         record = session.record
@@ -355,7 +368,6 @@ class DirectCourse:
             record.prefill = self._decode.name
         else:
             record.decode = self._decode.name
-        session.call.send(wire.response_headers_reply(answer_mutation(session), self._watched()))
 
     def hold_head(self) -> None:
         """See Outside."""
@@ -410,16 +422,13 @@ class DirectCourse:
         session, error, choice = self._session, self._error, self._choice()
         assert error is not None
         assert choice is not None
-        pair = Pair(self._prefill or self._decode, self._upstreams)
-        handoff = self._handoff or session.gateway.handoffs.of(self._decode)
-        joint = joint_of(self._request, pair.prefill.runtime) if self._handoff else Joint(pair.prefill.runtime)
-        placed = Placed(pair, handoff)
-        course = RelayedCourse(session, self._head, self._request, joint, placed, choice, self._known_attempts())
+        course = self._relayed(choice)
         session.hand_on(course)
         pause = None if self._waives else max(0.0, self._due - session.gateway.clock.now())
         # Envoy ends a leg of which it has a head only when the client's answer has ended.
         stays = 200 <= self._status < 300
-        counts = stays and not (self._plan is not None and handoff.aborts(self._plan))  # else its engine ends it now
+        plan, handoff = self._plan, self._handoff
+        counts = stays and not (plan is not None and handoff and handoff.aborts(plan))  # else its engine ends it now
         if not counts and not self._waives:  # then its room is the next leg's
             self._give_decode_back()
         afterwards = self._ended if counts else self._unpin if stays else _nothing
@@ -430,6 +439,15 @@ class DirectCourse:
                 self._released = False  # it is given back then
             elif not stays:
                 self._unpin()
+
+    def _relayed(self, choice: Choice) -> RelayedCourse:
+        """The course that goes on with the request."""
+        session = self._session
+        pair = Pair(self._prefill or self._decode, self._upstreams)
+        handoff = self._handoff or session.gateway.handoffs.of(self._decode)
+        joint = joint_of(self._request, pair.prefill.runtime) if self._handoff else Joint(pair.prefill.runtime)
+        placed = Placed(pair, handoff)
+        return RelayedCourse(session, self._head, self._request, joint, placed, choice, self._known_attempts())
 
     def _ended(self) -> None:
         """The leg that stayed with Envoy under a late answer has ended, too."""
@@ -544,17 +562,16 @@ class DirectCourse:
         )
 
     def _refused_enough(self) -> None:
-        head, self._refusal = self._refusal, None
+        error, self._refusal = self._refusal, None
         self._timer = None
-        if head is not None and self._state is State.REFUSED:
-            self._fire(self._after_refusal(head))
+        if error is not None and self._state is State.REFUSED:
+            self._fire(self._after_refusal(error))
 
-    def _after_refusal(self, head: AnswerHead) -> Event:
+    def _after_refusal(self, error: GatewayError) -> Event:
         """What a decode's answer with an error status, or Envoy's in its place, leads to."""
         if self._state not in (State.PARALLEL, State.REFUSED, State.DECODING):
             return Event.DECODE_REFUSED
         gateway, worker = self._session.gateway, self._decode
-        error = head.error(worker)
         unreachable = error.fault.code.endswith("_unreachable")
         charge(self._upstreams if unreachable else (worker,), error, self._turn, self._prefill)
         if not unreachable:  # else they were reported

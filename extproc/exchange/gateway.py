@@ -26,7 +26,8 @@ from extproc.transport.interface import Egress
 from extproc.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from extproc.exchange.outlet import LateReply
+    from extproc.exchange.outlet import Late
+    from extproc.exchange.rpc import Rpc
 
 _log: Final = logging.getLogger(__name__)
 _DRAIN_RETRY_AFTER: Final = 1
@@ -50,6 +51,7 @@ class GatewayConfig:
     gate: GateSettings = field(default_factory=GateSettings)
     legs: LegSettings = field(default_factory=LegSettings)
     tenants: Tenants = field(default_factory=Tenants)
+    keep_alive: float = 15.0  # seconds of a stream's silence until it gets a comment, over gRPC; 0: none
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 
@@ -105,7 +107,8 @@ class Gateway:
         self.stored = StoredResponses()
         self.releases = Releases(clock)
         self.progress = Progress(clock)
-        self.late: dict[bytes, LateReply] = {}  # answers whose second call is awaited, or there; by request id
+        self.late: dict[bytes, Late] = {}  # answers whose second call is awaited, or there; by request id
+        self.rpc: Rpc | None = None  # what requests for gRPC workers need; set by whoever has it
         least, uncached = config.min_prompt_tokens, config.min_uncached_tokens
         self.conditional = (
             Conditional(placer, handoffs, least=least, least_uncached=uncached) if least or uncached else None
@@ -123,6 +126,11 @@ class Gateway:
     def alive(self) -> int:
         """How many requests are under way."""
         return len(self._alive) + len(self._ended)
+
+    @property
+    def rooms(self) -> int:
+        """How many rooms are taken, in which legs meet."""
+        return self.handoffs.live + (0 if self.rpc is None else self.rpc.handoffs.live)
 
     def enter(self, exchange: Mortal) -> float:
         """A request began. Returns its deadline, by our clock."""

@@ -11,12 +11,21 @@ from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.names import CLUSTER, DESTINATION
 from extproc.transport.interface import Header
-from extproc.workers.endpoints import DECODE_CLUSTER, PREFILL_CLUSTER
+from extproc.workers.endpoints import DECODE_CLUSTER, DECODE_GRPC_CLUSTER, PREFILL_CLUSTER, PREFILL_GRPC_CLUSTER
 from extproc.workers.ranks import RANK_HEADER
 from extproc.workers.worker import Role, Worker
 
 RANK: Final = RANK_HEADER.encode()
-_CLUSTERS: Final = {Role.PREFILL: PREFILL_CLUSTER.encode(), Role.DECODE: DECODE_CLUSTER.encode()}
+_CLUSTERS: Final = {
+    (Role.PREFILL, False): PREFILL_CLUSTER.encode(),
+    (Role.DECODE, False): DECODE_CLUSTER.encode(),
+    (Role.PREFILL, True): PREFILL_GRPC_CLUSTER.encode(),
+    (Role.DECODE, True): DECODE_GRPC_CLUSTER.encode(),
+}
+# Of the client's headers, what a gRPC server is shown as metadata: it takes few (8 KiB by default), those whose names
+# end with -bin must be base64, and its own begin with grpc-.
+TO_GRPC: Final = frozenset({b"traceparent", b"tracestate", b"baggage", b"x-smg-routing-key"})
+_AUTHORIZATION: Final = b"authorization"
 
 
 def leg_headers(
@@ -24,6 +33,8 @@ def leg_headers(
 ) -> list[Header]:
     """The head of a leg to the first of ``workers`` that accepts a connection (all of one role, API key and rank)."""
     first = workers[0]
+    if first.over_grpc:
+        return _grpc_headers(gateway, head, path, workers, request_id)
     pseudo, fixed = _leg_prefix(first.url.authority, first.role, destinations(workers))
     headers: list[Header] = [
         *pseudo,
@@ -40,7 +51,22 @@ def leg_headers(
         headers += head.forwarded
         return headers
     # The client's authorization is the gateway's own key, or not for this worker.
-    headers += [field for field in head.forwarded if field[0] != b"authorization"]
+    headers += [field for field in head.forwarded if field[0] != _AUTHORIZATION]
+    return headers
+
+
+def _grpc_headers(
+    gateway: Gateway, head: RequestHead, path: bytes, workers: Sequence[Worker], request_id: bytes
+) -> list[Header]:
+    """The same of a gRPC call."""
+    first = workers[0]
+    pseudo, fixed = _grpc_prefix(first.url.authority, first.role, destinations(workers))
+    headers: list[Header] = [*pseudo, (b":path", path), *fixed, (b"x-request-id", request_id)]
+    if first.api_key is not None:
+        headers.append((_AUTHORIZATION, b"Bearer " + first.api_key.encode()))
+    elif gateway.api_key is None:
+        headers += [field for field in head.forwarded if field[0] == _AUTHORIZATION]
+    headers += [field for field in head.forwarded if field[0] in TO_GRPC]
     return headers
 
 
@@ -63,11 +89,30 @@ def _leg_prefix(authority: str, role: Role, endpoints: str) -> tuple[tuple[Heade
     return (
         ((b":method", b"POST"), (b":scheme", b"http"), (b":authority", authority.encode())),
         (
-            (CLUSTER.encode(), _CLUSTERS[role]),
+            (CLUSTER.encode(), _CLUSTERS[role, False]),
             (DESTINATION.encode(), endpoints.encode()),
             (b"content-type", b"application/json"),
         ),
     )
+
+
+@lru_cache(4096)
+def _grpc_prefix(authority: str, role: Role, endpoints: str) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
+    """The same of a gRPC call."""
+    return (
+        ((b":method", b"POST"), (b":scheme", b"http"), (b":authority", authority.encode())),
+        (
+            (CLUSTER.encode(), _CLUSTERS[role, True]),
+            (DESTINATION.encode(), endpoints.encode()),
+            (b"content-type", b"application/grpc"),
+            (b"te", b"trailers"),
+        ),
+    )
+
+
+def cluster_of(worker: Worker) -> bytes:
+    """Envoy's cluster for a worker."""
+    return _CLUSTERS[worker.role, worker.over_grpc]
 
 
 def leg_path(api: Api, client_path: str) -> bytes:

@@ -66,7 +66,7 @@ def _one_alone(gateway: Gateway, request: InferenceRequest) -> Lone | None:
     placer = gateway.placer
     prefill = next(iter(placer.usable(request.model, Role.PREFILL)), None)
     alone = None if prefill is None else gateway.handoffs.of(prefill).alone(request, prefill)
-    if prefill is None or alone is None or alone.unknown:
+    if prefill is None or prefill.over_grpc or alone is None or alone.unknown:  # over gRPC each sequence has a pair
         return None
     if alone.role is Role.PREFILL:
         return Lone((prefill,), alone)

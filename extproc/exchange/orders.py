@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from extproc.engines.status import http_of
 from extproc.errors import GatewayError
 from extproc.exchange.answers import UNSEEN, answered_by
 from extproc.exchange.clock import ABORT_SECONDS, LEFTOVER_SECONDS, SETTLE_SECONDS, UNPIN_SECONDS, Handle
@@ -13,6 +14,7 @@ from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
 from extproc.exchange.placed import Placed
+from extproc.exchange.rpc_failures import Verdict, verdict_of
 from extproc.handoff.handoff import Plan
 from extproc.transport.interface import Header, Lost
 from extproc.workers.worker import Worker
@@ -56,7 +58,7 @@ def send_orders(
 class OrderReceiver:
     """Receives the answer to an order, with which its time limit is over."""
 
-    __slots__ = ("_headers", "_status", "_then", "limit")
+    __slots__ = ("_headers", "_status", "_then", "_verdict", "limit")
 
     limit: Handle
 
@@ -64,6 +66,7 @@ class OrderReceiver:
         self._then = then
         self._status = 0
         self._headers: Sequence[Header] = ()
+        self._verdict: Verdict | None = None
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See LegReceiver."""
@@ -72,11 +75,16 @@ class OrderReceiver:
     def data(self, chunk: bytes) -> None:
         """See LegReceiver."""
 
-    def done(self) -> None:
+    def trailers(self, headers: Sequence[Header]) -> None:
         """See LegReceiver."""
+        self._verdict = verdict_of(headers)
+
+    def done(self) -> None:
+        """See LegReceiver. What a call's status means in HTTP counts as its answer's."""
         self.limit.cancel()
         if self._then is not None:
-            self._then(self._status, self._headers)
+            verdict = self._verdict or verdict_of(self._headers)
+            self._then(http_of(verdict.code) if verdict and verdict.code else self._status, self._headers)
 
     def lost(self, reason: Lost, detail: str) -> None:  # noqa: ARG002 - LegReceiver's signature
         """See LegReceiver."""

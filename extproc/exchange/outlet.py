@@ -52,6 +52,25 @@ class Outlet(Protocol):
         """Bytes that Envoy has not taken yet."""
 
 
+class Late(Protocol):
+    """Says in the second call of a request what the client gets, in the place of what that call has seen."""
+
+    def opened(self, call: Call, headers: Iterable[HeaderValue]) -> None:
+        """The second call is there; ``headers`` is what it found."""
+
+    def received(self, chunk: bytes) -> None:
+        """A piece of the body that it found."""
+
+    def trailers(self, headers: Iterable[HeaderValue]) -> None:
+        """The trailers that it found; Envoy waits for our word on them."""
+
+    def drained(self) -> None:
+        """Envoy has taken what was queued."""
+
+    def closed(self) -> None:
+        """The second call is over, or did not come."""
+
+
 class LocalReply:
     """See the module."""
 
@@ -143,6 +162,14 @@ class LateReply:
         self._names = [header.key.encode("latin-1") for header in headers if not header.key.startswith(":")]
         if self._held:
             self._say()
+
+    def received(self, chunk: bytes) -> None:
+        """See Late. What a worker still says is not the client's answer."""
+
+    def trailers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002 - Late's signature
+        """See Late."""
+        if self._call is not None:
+            self._call.send(wire.response_trailers_reply())
 
     def closed(self) -> None:
         """The second call is over, or did not come: the client has everything, or has left."""

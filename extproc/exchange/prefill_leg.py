@@ -14,6 +14,7 @@ from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
 from extproc.exchange.orders import send_orders, settle, unpin
 from extproc.exchange.placed import Placed
+from extproc.exchange.rpc_failures import RpcAnswer
 from extproc.handoff.handoff import Plan
 from extproc.transport.interface import Leg
 from extproc.workers.worker import Worker
@@ -122,7 +123,8 @@ class PrefillLeg:
         session, plan, worker = self._session, self.plan, self._placed.pair.prefill
         gateway = session.gateway
         headers = leg_headers(gateway, self._head, self._path, (worker,), self._leg_id, len(plan.prefill))
-        answer = WholeAnswer(
+        kind = RpcAnswer if worker.over_grpc else WholeAnswer
+        answer = kind(
             worker,
             lambda answer: self._events.guarded(lambda: self._answered(answer)),
             lambda error: self._events.guarded(lambda: self._failed(error)),

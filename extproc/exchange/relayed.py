@@ -27,7 +27,7 @@ from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import naming_headers, server_timing
 from extproc.exchange.seats import lone_room
-from extproc.merge.answer import joined_answer
+from extproc.merge.answer import JoinedAnswer, joined_answer
 from extproc.merge.parts import Joint
 from extproc.policies.room import NoRoomError
 from extproc.transport.grpc_framing import Status
@@ -43,9 +43,14 @@ _HIGH_WATER: Final = 1 << 20  # bytes queued for a client that does not read, be
 
 class _Phase(Enum):
     WAITING = "waiting"  # nothing has been sent to the client
+    KEPT = "kept"  # the client has the head of a stream, and nothing of the answer: comments, for it to wait on
     ANSWERING = "answering"  # the client has the head
     ENDED = "ended"  # the client has everything it will get
     OVER = "over"
+
+
+_UNANSWERED: Final = (_Phase.WAITING, _Phase.KEPT)
+_COMMENT: Final = b": keep-alive\n\n"
 
 
 class RelayedCourse:
@@ -69,6 +74,7 @@ class RelayedCourse:
         "_head",
         "_headers",
         "_joint",
+        "_keeping",
         "_late",
         "_outlet",
         "_paused",
@@ -76,6 +82,7 @@ class RelayedCourse:
         "_placed",
         "_request",
         "_session",
+        "_silent",
         "_timer",
     )
 
@@ -102,8 +109,10 @@ class RelayedCourse:
         self._phase = _Phase.WAITING
         self._paused = False
         self._timer: Handle | None = None
+        self._keeping: Handle | None = None  # for the next comment
+        self._silent = True  # nothing was sent since the last look
         self._attempt: Attempt | None = None
-        self._answer = joined_answer(request, joint)
+        self._answer = self._new_answer()
         self._headers: Sequence[Header] = ()
         self._late: LateReply | None = None
         self._outlet: Outlet = outlet or LocalReply(session)
@@ -143,7 +152,7 @@ class RelayedCourse:
         attempt, clock = self._attempt, self._session.gateway.clock
         if attempt is None or not (waits := attempt.waits_for(worker))():
             return
-        if self._phase is _Phase.WAITING:  # another attempt costs the client time only
+        if self._phase in _UNANSWERED:  # another attempt costs the client time only
             self.leg_failed(gone(worker), (worker,))
         elif self._timer is None:  # it may have what others of the same prefill have got, and be at its first token
             self._timer = clock.after(FIRST_TOKEN_SECONDS, lambda: self._give_up(waits, worker))
@@ -204,7 +213,7 @@ class RelayedCourse:
             return
         gateway = self._session.gateway
         report(gateway, workers, error)
-        if self._phase is not _Phase.WAITING or self._placed.handoff.named_by_client(self._request):
+        if self._phase not in _UNANSWERED or self._placed.handoff.named_by_client(self._request):
             self._fail(error)
         elif self._may_waive(error, workers):
             self._session.tried_in_vain(error)
@@ -290,8 +299,16 @@ class RelayedCourse:
     def _place(self, placed: Placed) -> Attempt:
         self._placed = placed
         self._headers = ()
-        self._answer = joined_answer(self._request, self._joint)
-        attempt = self._attempt = Attempt(
+        self._answer = self._new_answer()
+        attempt = self._attempt = self._new_attempt(placed)
+        return attempt
+
+    def _new_answer(self) -> JoinedAnswer:
+        """What puts the legs' answers together."""
+        return joined_answer(self._request, self._joint)
+
+    def _new_attempt(self, placed: Placed) -> Attempt:
+        return Attempt(
             self._session,
             self._head,
             self._request,
@@ -300,7 +317,6 @@ class RelayedCourse:
             keep_prefills=self._answer.needs_prefill,
             events=self,
         )
-        return attempt
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -308,7 +324,7 @@ class RelayedCourse:
         """Tell the client as well as it still can be told."""
         if self._phase in (_Phase.ENDED, _Phase.OVER):
             return
-        started = self._phase is _Phase.ANSWERING
+        started = self._phase is not _Phase.WAITING
         self._phase = _Phase.ENDED
         self._stop_timer()
         if self._attempt is not None:
@@ -335,6 +351,8 @@ class RelayedCourse:
     def _finish(self) -> None:
         self._phase = _Phase.OVER
         try:
+            if self._keeping is not None:
+                self._keeping.cancel()
             self._stop_timer()
             self._drop_attempt()
         finally:
@@ -374,8 +392,21 @@ class RelayedCourse:
         elif chunk:
             if self._phase is _Phase.WAITING:
                 self._send_head()
-                self._phase = _Phase.ANSWERING
+            self._phase = _Phase.ANSWERING
             self._send_body(chunk, end=False)
+
+    def keep_alive(self) -> None:
+        """Send a comment whenever nothing was sent for a while, from now on, unless Envoy has not taken the last."""
+        if self._phase in (_Phase.ENDED, _Phase.OVER):
+            return
+        session = self._session
+        if self._keeping is not None and self._silent and not self._outlet.queued:
+            if self._phase is _Phase.WAITING:
+                self._send_head()
+                self._phase = _Phase.KEPT
+            self._send_body(_COMMENT, end=False)
+        self._silent = True
+        self._keeping = session.gateway.clock.after(session.gateway.config.keep_alive, self.keep_alive)
 
     def _send_head(self, whole: int | None = None) -> None:
         """Begin the client's answer; ``whole`` is its length where that is known."""
@@ -396,6 +427,7 @@ class RelayedCourse:
         self._outlet.head(200, headers)
 
     def _send_body(self, chunk: bytes, *, end: bool) -> None:
+        self._silent = False
         self._outlet.body(chunk, end=end)
         if not end and not self._paused and self._outlet.queued > _HIGH_WATER and self._attempt is not None:
             self._paused = True

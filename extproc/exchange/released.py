@@ -9,7 +9,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import Flow
 from extproc.exchange import wire
 from extproc.exchange.headers import RequestHead
-from extproc.exchange.leg_heads import RANK, rank_named
+from extproc.exchange.leg_heads import RANK, TO_GRPC, cluster_of, rank_named
 from extproc.exchange.record import named, server_timing
 from extproc.names import CLUSTER
 from extproc.workers.endpoints import PREFILL_CLUSTER
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _NO_AUTHORIZATION: Final = wire.remove_header(b"authorization")
 _PREFILL_CLUSTER: Final = wire.set_header(CLUSTER.encode(), PREFILL_CLUSTER.encode())
+_CALL: Final = wire.set_header(b"content-type", b"application/grpc") + wire.set_header(b"te", b"trailers")
+_SET_FOR_CALLS: Final = frozenset({"content-type", "te", "x-request-id", "x-forwarded-for", "x-forwarded-proto"})
 _JSON: Final = wire.set_header(b"content-type", b"application/json")
 
 
@@ -59,6 +61,25 @@ def head_reply(
     if chosen:
         mutation += _PREFILL_CLUSTER
     return wire.request_headers_reply(mutation, wire.destination_metadata(destinations), reroute=chosen)
+
+
+def call_reply(session: Session, head: RequestHead, worker: Worker, path: bytes, destinations: str) -> bytes:
+    """The message that releases the head of a request as that of a gRPC call of ``worker``.
+
+    Of the client's headers the worker is shown what leg_heads.TO_GRPC names, as it is of the other legs.
+    """
+    mutation = _CALL + wire.set_header(b":path", path) + wire.set_header(b"x-request-id", session.record.leg_id)
+    mutation += wire.set_header(CLUSTER.encode(), cluster_of(worker))
+    kept = worker.api_key is None and session.gateway.api_key is None
+    if worker.api_key is not None:
+        mutation += wire.set_header(b"authorization", b"Bearer " + worker.api_key.encode())
+    for name in head.fields:
+        if name in _SET_FOR_CALLS or name[0] == ":" or (name == "authorization" and (kept or worker.api_key)):
+            continue
+        encoded = name.encode("latin-1")
+        if encoded not in TO_GRPC:
+            mutation += wire.remove_header(encoded)
+    return wire.request_headers_reply(mutation, wire.destination_metadata(destinations), reroute=True)
 
 
 def answer_mutation(session: Session) -> bytes:

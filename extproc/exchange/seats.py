@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.priority import Priority
@@ -24,12 +25,19 @@ def pair_room(request: InferenceRequest, taken: Collection[Worker] = NOBODY) -> 
     """What ``request`` needs of a pair of workers, none of them of ``taken``."""
     if request.samples == 1 and request.prompts in _ONE:  # most requests
         return Room(taken) if taken else ONE_LEG
-    return Room(taken, lambda prefill: joint_of(request, prefill.runtime).parts)
+    return Room(taken, partial(legs_of, request))
 
 
 def lone_room(taken: Collection[Worker] = NOBODY) -> Room:
     """What a request needs of a worker, none of ``taken``, that answers it alone."""
     return Room(taken) if taken else ONE_LEG
+
+
+def legs_of(request: InferenceRequest, prefill: Worker) -> int:
+    """How many legs of each kind ``request`` is, where ``prefill`` serves it. gRPC workers get one per sequence."""
+    if prefill.over_grpc:
+        return request.samples * (request.prompts or 1)
+    return joint_of(request, prefill.runtime).parts
 
 
 class Seeking:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable
+from functools import partial
 from hmac import compare_digest
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
@@ -22,20 +23,25 @@ from extproc.exchange.failures import refuse_unknown
 from extproc.exchange.gateway import Gateway, draining
 from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
 from extproc.exchange.lone import Lone, apart_of, kept_by, without_pair
-from extproc.exchange.outlet import LateReply
+from extproc.exchange.outlet import Late
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import WAIVED, Record, naming_headers
 from extproc.exchange.relayed import RelayedCourse
+from extproc.exchange.rpc import Rpc, RpcRequest
+from extproc.exchange.rpc_placing import Cancelling, but, rpc_alone, rpc_course, served_over_grpc
 from extproc.exchange.seats import NOBODY, Seeking, lone_room, pair_room
+from extproc.generation.asked import Asked
 from extproc.handoff.handoff import Alone, Handoff, Kv
 from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
-from extproc.policies.room import NoRoomError
+from extproc.policies.room import NoRoomError, Room
+from extproc.text.tokenizer import Prepared
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call
 from extproc.workers.worker import Role, Worker
 
 _log: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _LOGGED_MODEL: Final = 256  # characters; a client may send any number
 
 
@@ -88,6 +94,7 @@ class Session:
         "_parts",
         "_paused",
         "_promised",
+        "_rpc",
         "_size",
         "_waiter",
         "call",
@@ -97,6 +104,7 @@ class Session:
         "priority",
         "promise",
         "record",
+        "trailed",
     )
 
     def __init__(self, gateway: Gateway, call: Call) -> None:
@@ -119,7 +127,9 @@ class Session:
         self.promise = 0  # legs that a worker keeps room for
         self._promised: Worker | None = None  # which
         self.notes: dict[object, object] = {}  # what placement has worked out of the request
-        self._late: LateReply | None = None  # this is the second call of another session's request
+        self.trailed = False  # the worker's answer has ended with trailers: Envoy ends this call, though not the answer
+        self._rpc: RpcRequest | None = None  # the request as tokens, if gRPC workers may serve it
+        self._late: Late | None = None  # this is the second call of another session's request
         self.deadline = gateway.enter(self)  # by the gateway's clock
 
     def received(self, message: bytes) -> None:
@@ -138,15 +148,28 @@ class Session:
             self._on_body(request.request_body.body)
             if request.request_body.end_of_stream:
                 self._on_complete()
+        elif kind == "request_trailers":
+            self._on_complete()
+        else:
+            self._on_answer(kind, request)
+
+    def _on_answer(self, kind: str | None, request: ProcessingRequest) -> None:
+        """A part of a worker's answer came."""
+        late = self._late
+        if kind == "response_body":  # the second call alone is shown it
+            if late is not None:
+                late.received(request.response_body.body)
         elif kind == "response_headers":
             if self._course is not None:
                 self._course.response_headers(request.response_headers.headers.headers)
-            elif self._head is None and self._late is None:
+            elif self._head is None and late is None:
                 self._adopt(request.response_headers.headers.headers)
-        elif kind == "request_trailers":
-            self._on_complete()
         elif kind == "response_trailers":
-            self.call.send(wire.response_trailers_reply())
+            if late is None:
+                self.trailed = True
+                self.call.send(wire.response_trailers_reply())
+            else:
+                late.trailers(request.response_trailers.trailers.headers)
 
     def drained(self) -> None:
         """See CallHandler."""
@@ -236,6 +259,7 @@ class Session:
         self.drop_promise()
         self.record.ended = gateway.clock.now()
         self._parts.clear()
+        self._rpc = None
         self._course = None  # it refers back to us: without the cycle both are freed at once, not by the collector
         gateway.leave(self)
         try:
@@ -338,7 +362,8 @@ class Session:
     def _wait_for_room(self, head: RequestHead, request: InferenceRequest) -> None:
         """Stand in line for workers. Raises GatewayError when it may not."""
         apart = apart_of(self.gateway, request)
-        legs = 1 if apart is not None else max(request.samples, request.prompts or 1)
+        legs = max(request.samples, request.prompts or 1) if self._rpc is None else self._rpc.count
+        legs = 1 if apart is not None else legs
         need = (request.api.flow, request.model, apart)
 
         def step(taken: Collection[Worker]) -> None:
@@ -379,7 +404,7 @@ class Session:
             self.reject(error)
 
     def _adopt(self, headers: Iterable[HeaderValue]) -> None:
-        """A call that begins with an answer's head is the second one of a request: see outlet.LateReply."""
+        """A call that begins with an answer's head is the second one of a request: see outlet.Late."""
         late_id = next((header.raw_value for header in headers if header.key == LATE), b"")
         reply = self.gateway.late.get(late_id)
         if reply is None:
@@ -459,6 +484,17 @@ class Session:
         record.model = (request.model or "")[:_LOGGED_MODEL]
         record.stream = request.stream
         record.samples = request.samples
+        rpc = self.gateway.rpc
+        if rpc is not None and rpc.workers and rpc.may_serve(self.gateway.placer, request):
+            self._tokenise(rpc, head, request)
+            return None
+        if rpc is not None and rpc.workers and rpc.answers(self.gateway.placer, request):
+            self._wait_for(partial(rpc.endpoints.answer, api, raw, request.model), self._answer)
+            return None
+        return self._place(head, request)
+
+    def _place(self, head: RequestHead, request: InferenceRequest) -> Course | None:
+        """The same of a request of which all is known that workers need."""
         if not self.gateway.legs.waiting:  # else those come first
             try:
                 return self._course_of(head, request, NOBODY)
@@ -467,6 +503,78 @@ class Session:
         self._wait_for_room(head, request)
         return None
 
+    def _tokenise(self, rpc: Rpc, head: RequestHead, request: InferenceRequest) -> None:
+        """Have the prompts made tokens, then go on: at once where they are short."""
+        try:
+            asked = RpcRequest.read(request)
+        except GatewayError as error:
+            self._otherwise(rpc, head, request, error)
+            return
+        self._wait_for(
+            partial(rpc.texts.prepare, asked),
+            partial(self._tokenised, rpc, head, request, asked),
+        )
+
+    def _wait_for(self, ask: Callable[[Callable[[_T], None]], Callable[[], None]], step: Callable[[_T], None]) -> None:
+        """Take ``step`` with what ``ask`` tells, at once or later, unless the client leaves before."""
+        told = False
+
+        def then(outcome: _T) -> None:
+            nonlocal told
+            told = True
+            self._waiter = None
+            try:
+                step(outcome)
+            except GatewayError as error:
+                self.reject(error)
+            except Exception:  # noqa: BLE001 - as in _on_complete
+                self._broke()
+
+        cancel = ask(then)
+        if not told:
+            self._waiter = Cancelling(cancel)
+
+    def _answer(self, outcome: bytes | GatewayError) -> None:
+        """Answer the client with JSON, or an error."""
+        if isinstance(outcome, GatewayError):
+            raise outcome
+        self._answered = True
+        self.record.status = 200
+        self.record.headed = self.gateway.clock.now()
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", self.record.request_id)]
+        self.call.send(wire.immediate_reply(200, headers, outcome))
+
+    def _tokenised(
+        self,
+        rpc: Rpc,
+        head: RequestHead,
+        request: InferenceRequest,
+        asked: Asked,
+        outcome: tuple[Prepared, ...] | GatewayError,
+    ) -> None:
+        if isinstance(outcome, GatewayError):
+            self._otherwise(rpc, head, request, outcome)
+            return
+        tokenizer = rpc.texts.of(request.model)
+        assert tokenizer is not None, "it has just tokenised the prompts"
+        self._rpc = RpcRequest(rpc, request, asked, outcome, self.record, tokenizer)
+        course = self._place(head, request)
+        if course is not None:
+            self._begin(course)
+
+    def _otherwise(self, rpc: Rpc, head: RequestHead, request: InferenceRequest, error: GatewayError) -> None:
+        """gRPC workers cannot be given the request, but others may serve the model, too. Raises ``error`` if not."""
+        if not self.gateway.placer.has_pair(request.model, rpc.workers, None):
+            raise error
+        course = self._place(head, request)
+        if course is not None:
+            self._begin(course)
+
+    def _excluded(self) -> Collection[Worker]:
+        """Workers that cannot be given the request: it has not been made tokens."""
+        rpc = self.gateway.rpc
+        return NOBODY if rpc is None or self._rpc is not None else rpc.workers
+
     def _course_of(self, head: RequestHead, request: InferenceRequest, taken: Collection[Worker]) -> Course:
         """The course of ``request`` on workers that have room, but none of ``taken``.
 
@@ -474,27 +582,27 @@ class Session:
         """
         gateway, api = self.gateway, request.api
         room = lone_room(taken)
+        excluded = self._excluded()
         if api.flow is Flow.PREFILL_ONLY:
-            return DirectCourse.alone(self, head, request, gateway.placer.prefills(request, room=room))
-        if (kept := kept_by(gateway, request)) is not None:
-            if not room.on(kept.workers[0]):
-                raise NoRoomError(kept.workers[0].role)
-            return self._lone(head, request, kept)
-        conditional = gateway.conditional
-        if conditional is not None and (lone := conditional.lone(request, room)) is not None:
+            workers = but(gateway.placer, request, gateway.placer.prefills(request, room=room), excluded)
+            return DirectCourse.alone(self, head, request, workers)
+        lone = self._lone_of(request, room, excluded)
+        if lone is not None:
             return self._lone(head, request, lone)
         try:
-            pair = gateway.placer.pair(request, room=pair_room(request, taken))
+            pair = gateway.placer.pair(request, excluded, room=pair_room(request, taken))
         except NoRoomError:
             lone = without_pair(gateway, request, room)
-            if lone is None:
+            if lone is None or lone.workers[0] in excluded:
                 raise
             return self._lone(head, request, lone)
-        except GatewayError:
+        except GatewayError as error:
             course = self._without_prefill(head, request, taken)
             if course is None:
-                raise
+                raise served_over_grpc(gateway.placer, request, excluded) or error from None
             return course
+        if self._rpc is not None and pair.prefill.over_grpc:
+            return rpc_course(self, head, request, pair, self._rpc)
         handoff = gateway.handoffs.of(pair.prefill)
         self._name_legs(handoff, api)
         alone = handoff.alone(request, pair.prefill)
@@ -514,10 +622,24 @@ class Session:
             return RelayedCourse(self, head, request, joint, placed, choice, attempts)
         return DirectCourse.paired(self, head, request, placed)
 
+    def _lone_of(self, request: InferenceRequest, room: Room, excluded: Collection[Worker]) -> Lone | None:
+        """Who answers ``request``, for which no pair need be looked for. Raises NoRoomError."""
+        gateway = self.gateway
+        if (kept := kept_by(gateway, request)) is not None:
+            if not room.on(kept.workers[0]):
+                raise NoRoomError(kept.workers[0].role)
+            return kept
+        lone = None if gateway.conditional is None else gateway.conditional.lone(request, room)
+        return None if lone is None or lone.workers[0] in excluded else lone
+
     def _lone(self, head: RequestHead, request: InferenceRequest, lone: Lone) -> Course:
-        """The course of a request for which no pair was looked for."""
-        self._name_legs(self.gateway.handoffs.of(lone.workers[0]), request.api)
-        return DirectCourse.alone(self, head, request, lone.workers, lone.alone)
+        """The course of a request that one worker answers."""
+        workers = lone.workers
+        if self._rpc is not None and workers[0].over_grpc:
+            sequences = self._rpc.sequences(workers[0], workers[0])
+            return rpc_alone(self, head, request, workers, self._rpc, sequences, lone.alone)
+        self._name_legs(self.gateway.handoffs.of(workers[0]), request.api)
+        return DirectCourse.alone(self, head, request, workers, lone.alone)
 
     def _name_legs(self, handoff: Handoff, api: Api) -> None:
         if handoff.prefixes_ids and not self._named:  # the engine's name for it is then just like ours
@@ -530,9 +652,9 @@ class Session:
         gateway = self.gateway
         waives = gateway.config.retry.on_prefill_failure is OnPrefillFailure.DECODE_ONLY
         decodes = gateway.placer.decodes(request, room=lone_room(taken)) if waives else ()
-        if not decodes or not gateway.handoffs.of(decodes[0]).waivable:
+        if not decodes or decodes[0] in self._excluded() or not gateway.handoffs.of(decodes[0]).waivable:
             return None
-        return DirectCourse.alone(self, head, request, decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED))
+        return self._lone(head, request, Lone(decodes, Alone(Role.DECODE, Kv.RECOMPUTED, WAIVED)))
 
     def _about_stored(self, head: RequestHead, raw: bytes) -> Course:
         """The course of a request about a stored response. Raises GatewayError when nobody can be asked for it."""

@@ -14,7 +14,7 @@ from typing import Final
 import orjson
 
 from extproc.apis.request import InferenceRequest
-from extproc.apis.table import APIS, Api
+from extproc.apis.table import APIS
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import Attempts
 from extproc.exchange.choice import PairChoice
@@ -23,7 +23,9 @@ from extproc.exchange.headers import RequestHead
 from extproc.exchange.placed import Placed
 from extproc.exchange.record import Record
 from extproc.exchange.relayed import RelayedCourse
-from extproc.exchange.session import Session
+from extproc.exchange.rpc_relayed import RpcRelayedCourse
+from extproc.exchange.session import Course, Session
+from extproc.handoff.handoff import Handoff
 from extproc.merge.parts import joint_of
 from extproc.transport.interface import Header
 
@@ -122,25 +124,31 @@ class Trial(Session):
         """As Envoy does when a client has its answer."""
         self.gateway.clock.after(0, self.leave)
 
-    def _set_course(self, api: Api, head: RequestHead, raw: bytes) -> RelayedCourse:
-        request = InferenceRequest.read(api, raw)
-        self.notes = request.notes
+    def _place(self, head: RequestHead, request: InferenceRequest) -> Course:
+        """See Session. It waits for no room."""
         record, gateway = self.record, self.gateway
-        record.model = request.model or ""
-        pair = gateway.placer.pair(request)
-        handoff = gateway.handoffs.of(pair.prefill)
+        pair = gateway.placer.pair(request, self._excluded())
+        rpc = self._rpc if pair.prefill.over_grpc else None
+        handoff: Handoff = (
+            gateway.handoffs.of(pair.prefill) if rpc is None else rpc.sequences(pair.prefill, pair.decodes[0])
+        )
         if handoff.prefixes_ids:
-            record.leg_id = record.request_id.removeprefix(api.id_prefix.encode())
+            record.leg_id = record.request_id.removeprefix(request.api.id_prefix.encode())
         alone = handoff.alone(request, pair.prefill)
         if alone is not None:
             raise GatewayError("kv_missing", f"prefill worker {pair.prefill.url} hands nothing over: {alone.why}")
+        placed = Placed(pair, handoff)
+        choice = PairChoice(gateway, request, pair.prefill, handoff)
+        attempts = Attempts(gateway.config.retry, self.deadline)
+        if rpc is not None:
+            return RpcRelayedCourse(self, head, request, rpc, placed, choice, attempts, outlet=self)
         return RelayedCourse(
             self,
             head,
             request,
             joint_of(request, pair.prefill.runtime),
-            Placed(pair, handoff),
-            PairChoice(gateway, request, pair.prefill, handoff),
-            Attempts(gateway.config.retry, self.deadline),
+            placed,
+            choice,
+            attempts,
             outlet=self,
         )

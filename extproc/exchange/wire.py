@@ -105,6 +105,11 @@ def response_trailers_reply() -> bytes:
     return b"\x32\x00"
 
 
+def response_trailers_without(names: Iterable[bytes]) -> bytes:
+    """``ProcessingResponse.response_trailers`` that takes these trailers away."""
+    return field(6, field(1, b"".join([remove_header(name) for name in names])))
+
+
 def immediate_reply(status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
     """``ProcessingResponse.immediate_response``: Envoy answers the client with this, or resets after the head."""
     mutation = b"".join([set_header(name, value) for name, value in headers]) + REMOVE_UPSTREAM

@@ -45,6 +45,10 @@ class RpcHandoff(Protocol):
         """See Handoff."""
 
     @property
+    def blame(self) -> float:
+        """See Handoff."""
+
+    @property
     def receiving(self) -> float:
         """How many seconds a decode leg that has shown no token must be left running, though nobody wants its answer.
 
@@ -99,6 +103,7 @@ class Sequences:
     __slots__ = (
         "_generations",
         "_handoff",
+        "blame",
         "in_turn",
         "lets_finish",
         "name",
@@ -120,6 +125,7 @@ class Sequences:
         self.waivable = handoff.waivable
         self.lets_finish = handoff.lets_finish
         self.pushes = handoff.pushes
+        self.blame = handoff.blame
         self.receiving = handoff.receiving
         self.path = handoff.engine.generate_path
 

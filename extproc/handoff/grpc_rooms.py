@@ -27,7 +27,7 @@ from extproc.engines.tokenspeed import TokenspeedEngine
 from extproc.generation.asked import Generation
 from extproc.handoff.grpc_answers import broke_off, leg_name
 from extproc.handoff.handoff import Alone, Handed, Plan
-from extproc.handoff.sglang import Rooms
+from extproc.handoff.sglang import HOLD_SECONDS, Rooms
 from extproc.workers.worker import Role, Worker
 
 BOOTSTRAP_PORT: Final = 8998  # the default of --disaggregation-bootstrap-port
@@ -48,6 +48,7 @@ class RoomHandoff:
     in_turn = False
     lets_finish = False
     pushes = False
+    blame = HOLD_SECONDS  # as over HTTP
     waivable = False
 
     def __init__(self, engine: Engine, bits: int, receiving: float) -> None:

@@ -42,6 +42,7 @@ class VllmRpcHandoff:
     live = 0  # there are no rooms
     lets_finish = False
     pushes = False
+    blame = 0.0
     waivable = True
     receiving = 0.0
 

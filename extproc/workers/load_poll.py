@@ -26,7 +26,7 @@ from extproc.workers.registry import Change, Registry
 from extproc.workers.rounds import Rounds
 from extproc.workers.rpc.channels import UnimplementedError
 from extproc.workers.rpc.loads import GET_LOADS, ask_loads
-from extproc.workers.worker import Role, Status, Worker
+from extproc.workers.worker import Worker
 
 _RANDOM: Final = secrets.SystemRandom()
 _logger = logging.getLogger(__name__)
@@ -85,9 +85,7 @@ def sources_of(worker: Worker) -> Sequence[Source]:
 
 
 def is_asked(worker: Worker) -> bool:
-    """Whether it is of interest how loaded the worker is: it is used, or would be if gRPC workers were."""
-    if worker.url.is_grpc:
-        return worker.status is Status.READY and worker.role in (Role.PREFILL, Role.DECODE)
+    """Whether it is of interest how loaded the worker is: it is used."""
     return worker.usable
 
 

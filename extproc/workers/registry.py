@@ -201,15 +201,14 @@ class Registry(Roster):
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
 
-        Of a gRPC server it is not told. Raises EndpointTakenError when another worker of the role is there; this
+        Raises EndpointTakenError when another worker of the role is there; this
         worker is then nowhere.
         """
         registered = worker.id in self._records and worker.status is not Status.DRAINING
         worker = worker.server
         for entry in ranks.entries(worker) if registered else ():
             entry.ip = ip
-        # Envoy's clusters of workers speak HTTP/1.
-        if registered and worker.role in (Role.PREFILL, Role.DECODE) and not worker.url.is_grpc:
+        if registered and worker.role in (Role.PREFILL, Role.DECODE):
             try:
                 self._addresses.place(worker, ip)
             except EndpointTakenError:

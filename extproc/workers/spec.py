@@ -95,7 +95,7 @@ class WorkerSpec:
     @property
     def unserved(self) -> str:
         """Why such a worker is given no requests; empty when it is. See Worker."""
-        return _UNSERVED.get(self.role) or (_GRPC_UNSERVED if self.url.is_grpc else "")
+        return _UNSERVED.get(self.role, "")
 
     def requested_as(self, other: WorkerSpec) -> bool:
         """Whether requests are placed on a worker registered so, and sent to it, just as if it were ``other``."""
@@ -143,7 +143,6 @@ class WorkerSpec:
         return tuple(found)
 
 
-_GRPC_UNSERVED: Final = "workers over gRPC are given no requests yet"
 _UNSERVED: Final = {
     Role.ENCODE: "encode workers are given no requests yet",
     Role.REGULAR: "a prefill/decode gateway gives regular workers no requests",

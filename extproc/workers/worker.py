@@ -202,12 +202,14 @@ class Worker:
     dp_size: int = 1
     ranks: tuple[Worker, ...] = field(default=(), repr=False)
     base_url: str = field(init=False)  # the URL as text, made once
+    over_grpc: bool = field(init=False)  # as the URL says, plain, because the request path asks
     name: str = field(init=False)  # the same, with ``@rank`` where there is one
     pairing: Pairing = field(init=False)  # plain, because the request path compares it
     place: Place = field(init=False)
 
     def __post_init__(self) -> None:
         self.base_url = self.name = str(self.url)
+        self.over_grpc = self.url.is_grpc
         self.bootstrap_host = self.bootstrap_host or self.url.bracketed_host
         self.update_pairing()
 
