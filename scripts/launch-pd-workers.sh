@@ -331,7 +331,6 @@ show_gateway() {
   done
   echo "# The gateway (README.md: where pd-extproc is)."
   if [[ $scheme == grpc ]]; then
-    echo "# pd-extproc gives gRPC workers no requests yet; smg launch takes the same options."
     launch+=(--model-path "$model")
     [[ $DP_SIZE == 1 || $KV_BACKEND == nixl ]] || launch+=(--dp-aware)
   fi
