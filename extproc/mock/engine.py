@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from extproc.mock.generation import Limits, Prompt, Text
+from extproc.mock.generation import Limits, Prompt, Text, write
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class RequestError(Exception):
@@ -102,6 +102,7 @@ class Engine(ABC, Generic[AnySequence]):
     """One engine process."""
 
     def __init__(self) -> None:
+        self.write: Callable[..., Text] = write  # the model
         self.live: dict[str, AnySequence] = {}
         self.admitted = 0
         self._hung: dict[int, tuple[float, asyncio.Event]] = {}  # by rank: since when, and that it goes on

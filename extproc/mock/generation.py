@@ -85,6 +85,7 @@ class Limits:
     ignore_eos: bool = False
     keep_stop: bool = False
     seed: int = 0  # samples of one prompt have seeds of their own; unused at temperature 0
+    min_tokens: int = 0  # only the model of the gRPC workers minds
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Runner(Generic[AnySequence]):
 
     async def stop(self) -> None:
         """The same, and wait for it."""
-        await _cancel(self._unheard)
+        await cancel(self._unheard)
 
     async def run(self, exchange: Exchange, api: Api[AnySequence]) -> None:
         """Answer a request; raises CrashError where the engine's process ends."""
@@ -93,7 +93,7 @@ class Runner(Generic[AnySequence]):
             self._on_refusal(api)
 
     async def _complete(self, exchange: Exchange, api: Api[AnySequence], batch: Batch[AnySequence]) -> None:
-        pace = self._pace(exchange.fault)
+        pace = paced(self.pace, exchange.fault)
         one = batch.single
         work = self._engine.complete(batch.sequences[0], pace) if one else self._complete_all(batch, pace)
         await (self._outlive(batch, work) if self._disconnect_delay else work)
@@ -114,11 +114,11 @@ class Runner(Generic[AnySequence]):
                 for task in done:
                     task.result()  # passes a crash on
         finally:
-            await _cancel(tasks)
+            await cancel(tasks)
 
     async def _stream(self, exchange: Exchange, api: Api[AnySequence], batch: Batch[AnySequence]) -> None:
-        pace = self._pace(exchange.fault)
-        steps = self._engine.run(batch.sequences[0], pace) if batch.single else self._merged(batch, pace)
+        pace = paced(self.pace, exchange.fault)
+        steps = self._engine.run(batch.sequences[0], pace) if batch.single else merged(self._engine, batch, pace)
         if api.prompt_head:
             if exchange.fault is not None and exchange.fault.delay_head:
                 steps = await _late_head(exchange, api, steps)
@@ -143,22 +143,6 @@ class Runner(Generic[AnySequence]):
             await exchange.chunk(end)
         await exchange.finish()
 
-    async def _merged(self, batch: Batch[AnySequence], pace: Pace) -> AsyncIterator[AnySequence]:
-        """The steps of all sequences, as they come."""
-        runs = [self._engine.run(sequence, pace) for sequence in batch.sequences]
-        waits = {asyncio.ensure_future(anext(run)): run for run in runs}
-        try:
-            while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in done:
-                    run = waits.pop(wait)
-                    sequence = wait.result()
-                    yield sequence
-                    if sequence.finish is None:
-                        waits[asyncio.ensure_future(anext(run))] = run
-        finally:
-            await _cancel(set(waits))
-
     async def _held(self, batch: Batch[AnySequence], steps: AsyncIterator[AnySequence]) -> AsyncIterator[AnySequence]:
         """The steps, waiting for the first of which outlives the client for a while."""
         yield await self._outlive(batch, anext(steps))
@@ -178,15 +162,16 @@ class Runner(Generic[AnySequence]):
             asyncio.get_running_loop().call_later(self._disconnect_delay, future.cancel)
             raise
 
-    def _pace(self, fault: Fault | None) -> Pace:
-        own = self.pace
-        if fault is None:
-            return own
-        return Pace(
-            own.first_token if fault.delay_first_token is None else fault.delay_first_token,
-            own.token if fault.delay_token is None else fault.delay_token,
-            own.tokens if fault.tokens is None else fault.tokens,
-        )
+
+def paced(own: Pace, fault: Fault | None) -> Pace:
+    """A worker's pace, where a fault does not say otherwise."""
+    if fault is None:
+        return own
+    return Pace(
+        own.first_token if fault.delay_first_token is None else fault.delay_first_token,
+        own.token if fault.delay_token is None else fault.delay_token,
+        own.tokens if fault.tokens is None else fault.tokens,
+    )
 
 
 async def _late_head(
@@ -197,7 +182,7 @@ async def _late_head(
     try:
         await exchange.start(headers=api.stream_headers)
     except BaseException:
-        await _cancel([first])
+        await cancel([first])
         raise
     return _following(first, steps)
 
@@ -208,7 +193,25 @@ async def _following(first: Awaitable[AnySequence], others: AsyncIterator[AnySeq
         yield sequence
 
 
-async def _cancel(futures: Iterable[asyncio.Future[Any]]) -> None:
+async def merged(engine: Engine[AnySequence], batch: Batch[AnySequence], pace: Pace) -> AsyncIterator[AnySequence]:
+    """The steps of all sequences, as they come."""
+    runs = [engine.run(sequence, pace) for sequence in batch.sequences]
+    waits = {asyncio.ensure_future(anext(run)): run for run in runs}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                run = waits.pop(wait)
+                sequence = wait.result()
+                yield sequence
+                if sequence.finish is None:
+                    waits[asyncio.ensure_future(anext(run))] = run
+    finally:
+        await cancel(set(waits))
+
+
+async def cancel(futures: Iterable[asyncio.Future[Any]]) -> None:
+    """End what is under way, and wait for its end."""
     tasks = list(futures)
     for task in tasks:
         task.cancel()

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs
 
 import orjson
 
 from extproc.mock.exchange import TEXT, Exchange
-from extproc.mock.faults import Fault, FaultError, Faults, Rule
+from extproc.mock.faults import Fault, FaultError, Rule
 from extproc.mock.http_server import HttpServer
-from extproc.mock.recorder import Outcome, Record, Recorder
+from extproc.mock.observed import Observed
+from extproc.mock.recorder import Outcome, Record
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
     from types import TracebackType
 
 log = logging.getLogger(__name__)
-_PATIENCE = 5.0  # seconds that the waiting helpers wait by default
 
 
-class MockWorker(ABC):
+class MockWorker(Observed):
     """One mock worker process; subclasses add an engine's rules."""
 
     inference_paths: frozenset[str] = frozenset()
@@ -37,13 +37,10 @@ class MockWorker(ABC):
     def __init__(
         self, *, role: str, host: str, port: int, keep_alive: float, record_limit: int, faults: tuple[Fault | Rule, ...]
     ) -> None:
+        super().__init__(role, record_limit, faults)
         self.host = host
         self.port = port
         self.crashed = asyncio.Event()
-        self.recorder = Recorder(record_limit)
-        self.faults = Faults(role)
-        for entry in faults:
-            self.fail(entry)
         self._server = HttpServer(
             self._serve,
             self.recorder,
@@ -89,58 +86,11 @@ class MockWorker(ABC):
         """``http://host:port``."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    # --- what was received ---
-
     @property
-    def requests(self) -> list[Record]:
-        """Every request received, oldest first, probes included."""
-        return list(self.recorder)
+    def _answering(self) -> int:
+        return self._server.answering
 
-    @property
-    def legs(self) -> list[Record]:
-        """The requests that the engine runs on its model: what a gateway sends a leg by."""
-        return [record for record in self.recorder if record.inference]
-
-    @property
-    def live(self) -> list[Record]:
-        """The legs that are not over."""
-        return [record for record in self.recorder if record.inference and record.ended is None]
-
-    def clear(self) -> None:
-        """Forget what is over."""
-        self.recorder.clear()
-
-    async def arrived(self, count: int = 1, patience: float = _PATIENCE) -> list[Record]:
-        """Wait until the heads of ``count`` legs have come, and return the legs."""
-        await self.recorder.until(lambda: len(self.legs) >= count, patience)
-        return self.legs
-
-    async def received(self, count: int = 1, path: str | None = None, patience: float = _PATIENCE) -> list[Record]:
-        """Wait until ``count`` legs, or requests for ``path``, have come completely, and return them."""
-
-        def complete() -> list[Record]:
-            return [
-                record
-                for record in self.recorder
-                if record.received is not None and (record.inference if path is None else record.path == path)
-            ]
-
-        await self.recorder.until(lambda: len(complete()) >= count, patience)
-        return complete()
-
-    async def idle(self, patience: float = _PATIENCE) -> None:
-        """Wait until no leg is under way, and the engine has let go of the last one."""
-        await self.recorder.until(lambda: not self._server.answering and not self.live, patience)
-
-    # --- faults ---
-
-    def fail(self, fault: Fault | Rule, *, times: int | None = None, path: str | None = None) -> None:
-        """Misbehave: for all legs, or the next ``times``, or those for ``path``."""
-        self.faults.rules.append(fault if isinstance(fault, Rule) else Rule(fault, path=path, times=times))
-
-    def behave(self) -> None:
-        """Forget all faults."""
-        self.faults.rules.clear()
+    # --- the port ---
 
     async def refuse(self) -> None:
         """Refuse new connections, and close the idle ones, until ``accept``."""

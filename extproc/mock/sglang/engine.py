@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from extproc.mock import engine
 from extproc.mock.engine import CrashError, Pace, RequestError
-from extproc.mock.generation import Text, word, write
+from extproc.mock.generation import Text, word
 from extproc.mock.sglang.rendezvous import (
     ABORTED,
     DEFAULT_PORT,
@@ -198,7 +198,7 @@ class Engine(engine.Engine[Sequence]):
 
     async def _begin(self, sequence: Sequence, pace: Pace) -> bool:
         """Everything before the first token; False: there will be none."""
-        text = write(sequence.prompt, sequence.limits, pace.tokens)
+        text = self.write(sequence.prompt, sequence.limits, pace.tokens)
         # a prefill leg writes the first token, whatever the limits say
         sequence.text = Text([text.first], [word(text.first)]) if self.mode is Mode.PREFILL else text
         if self.mode is Mode.REGULAR:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from extproc.mock import engine
 from extproc.mock.engine import Pace, RequestError
-from extproc.mock.generation import CONTEXT, END_OF_TEXT, Prompt, Text, write
+from extproc.mock.generation import CONTEXT, END_OF_TEXT, Prompt, Text
 from extproc.mock.vllm.blocks import Blocks, Pins
 from extproc.mock.vllm.metrics import Metric
 from extproc.mock.vllm.peers import LoadError
@@ -254,7 +254,7 @@ class Engine(engine.Engine[Sequence]):
         if marker and marker in sequence.prompt.as_text and not limits.ignore_eos and not sequence.min_tokens:
             return Text([END_OF_TEXT], [""], {"type": "stop", "matched": END_OF_TEXT}, END_OF_TEXT)
         natural = max(pace.tokens, sequence.min_tokens)
-        return write(sequence.prompt, limits, natural, context=options.max_model_len, source=source)
+        return self.write(sequence.prompt, limits, natural, context=options.max_model_len, source=source)
 
     # --- the hand-off ---
 
