@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from extproc.mock import RpcMock
+from extproc.mock.rpc.server import RpcServer
 
 PARAMS = (
     '{"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [1, 2], "remote_engine_id": "e",'
@@ -99,7 +99,7 @@ def decodes(ids: Sequence[int], finish: str = "stop", go_on: asyncio.Event | Non
     return behave
 
 
-class RpcEngine(RpcMock):
+class RpcEngine(RpcServer):
     """See the module."""
 
     def __init__(self, engine: str, role: str, tokenizer: Path, **options: Any) -> None:

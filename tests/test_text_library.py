@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -25,6 +26,7 @@ from extproc.workers.worker import Role, Status, Worker, WorkerUrl
 from tests.tokenizers_made import CHATML, directory
 
 P, D = Role.PREFILL, Role.DECODE
+NOWHERE = Path("/models/tiny")  # as a worker that was not started from a directory
 
 
 class Rig:
@@ -151,7 +153,7 @@ async def test_the_hub_is_not_asked_for_what_a_worker_names(monkeypatch, model):
 
 
 async def test_without_one_everybody_is_told(caplog):
-    async with RpcMock("vllm", "decode") as mock, rig() as r:
+    async with RpcMock("vllm", "decode", tokenizer=NOWHERE) as mock, rig() as r:
         worker = await r.add(mock)
         entry = await r.entry(State.FAILED)
         assert "No tokenizer files found in /models/tiny" in entry.reason
@@ -262,7 +264,7 @@ async def test_added_by_hand(model, other):
 
 
 async def test_one_that_failed_can_be_replaced_by_hand(model):
-    async with RpcMock("vllm", "decode") as mock, rig() as r:
+    async with RpcMock("vllm", "decode", tokenizer=NOWHERE) as mock, rig() as r:
         await r.add(mock)
         await r.entry(State.FAILED)
         r.library.add("tiny", str(model))
@@ -302,7 +304,7 @@ async def test_it_ends_while_it_loads(model):
 
 async def test_a_directory_may_vanish_while_it_is_looked_at(model, monkeypatch):
     monkeypatch.setattr(module, "LOOK_AGAIN_SECONDS", 0.0)
-    async with RpcMock("vllm", "decode") as mock, rig(model_path=str(model)) as r:
+    async with RpcMock("vllm", "decode", tokenizer=NOWHERE) as mock, rig(model_path=str(model)) as r:
         worker = await r.add(mock)
         entry = await r.entry()
         shutil.rmtree(model)

@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import signal
 import sys
+from typing import Any
 
 import uvloop
 
 from extproc.mock.rpc.worker import RpcMock
-from extproc.mock.sglang.engine import Layout
+from extproc.mock.sglang.engine import Layout, Patience
 from extproc.mock.sglang.rendezvous import DEFAULT_PORT
 from extproc.mock.sglang.worker import SglangMock
 from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
@@ -21,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=["sglang", "vllm", "tokenspeed"], default="sglang", help="whose rules to follow"
     )
-    parser.add_argument(
-        "--grpc", action="store_true", help="the engine's gRPC server, as far as it is; TokenSpeed has no other"
-    )
+    parser.add_argument("--grpc", action="store_true", help="the engine's gRPC server; TokenSpeed has no other")
     parser.add_argument(
         "--role",
         choices=["prefill", "decode", "regular", "aggregated"],
@@ -152,17 +151,42 @@ def _vllm(options: argparse.Namespace) -> VllmMock:
 
 
 def _rpc(options: argparse.Namespace) -> RpcMock:
-    in_a_pair = options.engine == "vllm" and options.role in ("prefill", "decode")
+    if options.engine != "vllm":
+        return _rpc_mock(
+            options,
+            engine_options={
+                "patience": Patience(options.death_delay_ms / 1000, options.connect_timeout, options.wait_timeout),
+                "layout": Layout(kv_cache_dtype=options.kv_cache_dtype, page_size=options.page_size),
+            },
+        )
+    in_a_pair = options.role in ("prefill", "decode")
+    return _rpc_mock(
+        options,
+        connector=(options.kv_connector or NIXL) if in_a_pair else "",
+        engine_id=options.engine_id,
+        engine_options={
+            "lease": options.lease,
+            "recompute": options.kv_load_failure_policy == "recompute",
+            "load_failure_delay": options.load_failure_delay,
+            "old_engine": options.old_engine,
+        },
+    )
+
+
+def _rpc_mock(options: argparse.Namespace, **others: Any) -> RpcMock:
     return RpcMock(
         options.engine,
         "regular" if options.role == "aggregated" else options.role,
-        connector=(options.kv_connector or NIXL) if in_a_pair else "",
         host=options.host,
         port=options.port,
         bootstrap_port=options.bootstrap_port,
-        engine_id=options.engine_id,
         model=options.model,
         dp_size=options.dp_size,
+        tokens=options.tokens,
+        first_token_delay=options.first_token_delay_ms / 1000,
+        token_delay=options.token_delay_ms / 1000,
+        record_limit=options.record,
+        **others,
     )
 
 

@@ -6,16 +6,19 @@ settings those that routers read); TokenSpeed's by its servicer's code and what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.json_format import ParseDict
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2, tokenspeed_scheduler_pb2, vllm_engine_pb2
 
+from extproc.mock.rpc.model import BEGIN, CONTEXT, END, MARGIN, VOCABULARY
+
 NIXL: Final = "NixlConnector"
 MOONCAKE: Final = "MooncakeConnector"
-CONTEXT: Final = 2048
 BLOCKS: Final = 1024
+BLOCK_SIZE: Final = 32
 CAPACITY: Final = 8192
 MAX_RUNNING: Final = 2048
 _KV_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -69,18 +72,18 @@ class Facts:
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             "max_context_length": CONTEXT,
-            "vocab_size": 4096,
-            "eos_token_ids": [2],
+            "vocab_size": VOCABULARY,
+            "eos_token_ids": [END],
         }
         own: dict[str, dict[str, Any]] = {
             "vllm": {"is_generation": True, "max_req_input_len": CONTEXT},
             "sglang": {
                 "is_generation": True,
-                "max_req_input_len": CONTEXT - 6,
-                "bos_token_id": 1,
+                "max_req_input_len": CONTEXT - MARGIN,
+                "bos_token_id": BEGIN,
                 "weight_version": "default",
             },
-            "tokenspeed": {"max_req_input_len": CONTEXT - 6, "bos_token_id": 1, "model_dtype": "bfloat16"},
+            "tokenspeed": {"max_req_input_len": CONTEXT - MARGIN, "bos_token_id": BEGIN, "model_dtype": "bfloat16"},
         }
         return ParseDict(said | own[self.engine], self.messages().GetModelInfoResponse())
 
@@ -97,28 +100,29 @@ class Facts:
             answer.scheduler_info.update({"status": "ready", "hicache_object_layout": {"page_size": 1}})
         else:
             answer.tokenspeed_version = "0.1.0"
-            answer.scheduler_info.update({"max_req_input_len": CONTEXT - 6})
+            answer.scheduler_info.update({"max_req_input_len": CONTEXT - MARGIN})
         answer.max_total_num_tokens = CAPACITY
         return answer
 
-    def loads(self) -> Any:
-        """``GetLoadsResponse``."""
+    def loads(self, busy: Sequence[int] = ()) -> Any:
+        """``GetLoadsResponse``; ``busy``: requests that each rank really has, besides those of ``running``."""
         versions = {"vllm": "0.32.0", "sglang": "0.5.23", "tokenspeed": "tokenspeed"}
         reported = self.dp_size if self.ranks_that_report is None else self.ranks_that_report
-        loads = [self._load(rank) for rank in range(reported)]
+        loads = [self._load(rank, busy[rank] if rank < len(busy) else 0) for rank in range(reported)]
         said = {"version": versions[self.engine], "dp_rank_count": len(loads), "loads": loads}
         return ParseDict(said, self.messages().GetLoadsResponse())
 
-    def _load(self, rank: int) -> dict[str, Any]:
-        used = 16 * self.running
+    def _load(self, rank: int, busy: int) -> dict[str, Any]:
+        running = self.running + busy
+        used = 16 * running
         said: dict[str, Any] = {
             "dp_rank": rank,
-            "num_running_reqs": self.running,
+            "num_running_reqs": running,
             "num_waiting_reqs": self.waiting,
-            "num_total_reqs": self.running + self.waiting,
+            "num_total_reqs": running + self.waiting,
         }
         if self.engine == "vllm":
-            capacity = BLOCKS * 32
+            capacity = BLOCKS * BLOCK_SIZE
             return said | {
                 "max_total_num_tokens": capacity,
                 "max_running_requests": 16,
@@ -147,7 +151,7 @@ class Facts:
             "uptime_seconds": 1.5,
             "data_parallel_size": self.dp_size,
             "kv_cache_dtype": "auto",
-            "block_size": 32,
+            "block_size": BLOCK_SIZE,
             "model_dtype": "torch.float32",
             "max_num_seqs": 16,
             **(connected if self.connector else {}),

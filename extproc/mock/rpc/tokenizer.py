@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,10 +37,15 @@ def bundle(directory: Path) -> bytes:
     files |= {file.name: file for pattern in _GLOBS for file in directory.glob(pattern)}
     if not files:
         raise FileNotFoundError(f"No tokenizer files found in {directory}")
+    return zipped({name: file.read_bytes() for name, file in files.items()})
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    """The zip file of files by their names."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, file in files.items():
-            archive.write(file, name)
+        for name, content in files.items():
+            archive.writestr(name, content)
     return made.getvalue()
 
 

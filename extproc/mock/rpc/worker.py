@@ -1,65 +1,47 @@
-"""A mock worker over gRPC: what is asked of every engine but to generate, which is not implemented yet.
+"""A mock worker over gRPC: an engine's server, with the rendezvous, leases and pins of the HTTP mocks behind it.
 
 ``async with RpcMock("vllm", "prefill", connector=NIXL) as mock: ...`` starts one; ``mock.url`` is where it listens,
-``mock.calls`` what it was asked. How it answers may be changed while it runs.
+``mock.legs`` the ``Generate`` calls (each with its ``message``), ``mock.calls`` the other ones. How it answers may be
+changed while it runs, and by a leg's metadata ``x-mock-fault``. What it writes: ``rpc/model.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any
 
 import grpc  # type: ignore[import-untyped]
-import grpc.aio  # type: ignore[import-untyped]
 
-from extproc.mock.rpc.engines import COMMON, MOONCAKE, Facts
-from extproc.mock.rpc.tokenizer import bundle, chunks
-from extproc.mock.vllm.engine import core_id
-from extproc.mock.vllm.mooncake import Bootstrap
+from extproc.mock.engine import Pace
+from extproc.mock.observed import PATIENCE, Observed
+from extproc.mock.recorder import Outcome
+from extproc.mock.rpc import sockets
+from extproc.mock.rpc.backends import Backend, RoomsBackend, SglangBackend, TokenspeedBackend, VllmBackend
+from extproc.mock.rpc.generator import Generator
+from extproc.mock.rpc.server import RpcServer, serialized
+from extproc.mock.sglang.engine import Layout, Patience
+from extproc.mock.vllm.mooncake import Mooncake
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import AsyncIterator, Callable
 
-_HEALTH: Final = "grpc.health.v1.Health"
-_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
-_PROFILE_OPTIONS: Final = ("output_dir", "start_step", "num_steps", "with_stack", "record_shapes")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A question: the method's name, its metadata and message."""
-
-    method: str
-    metadata: dict[str, str]
-    request: Any
+    from extproc.mock.faults import Fault, Rule
+    from extproc.mock.rpc.engines import Facts
+    from extproc.mock.sglang import engine as sglang
+    from extproc.mock.vllm import engine as vllm
 
 
-class RpcMock:
-    """One gRPC server of an engine.
+class RpcMock(RpcServer, Observed):
+    """One gRPC worker; arguments and attributes as of RpcServer, and these.
 
     Args:
-        engine: ``sglang``, ``vllm`` or ``tokenspeed``.
-        role: ``prefill``, ``decode`` or ``regular``.
-        connector: vLLM's; "" for none.
-        host, port: where to listen; 0 is a free port.
-        bootstrap_port: of a prefill that decodes meet there; 0 is a free port.
-        engine_id: vLLM's; by default a new one.
-        tls: certificate chain and key (PEM); None: without TLS.
-        tokenizer: the directory whose files ``GetTokenizer`` gives; None: the one it names, which is not there.
-
-    Attributes:
-        facts: what it says of itself.
-        healthy: what ``HealthCheck`` says; None: it is not implemented.
-        serving: the same of ``grpc.health.v1``.
-        hang: nothing is answered.
-        errors: by method, the status that it fails with.
-        busy: it cannot flush its cache.
-        profiler: vLLM was started with one.
-        calls: what it was asked, in order.
+        tokens: length of an answer that nothing limits.
+        first_token_delay, token_delay: what a prompt and a token take, in seconds.
+        record_limit: how many legs are remembered.
+        faults: what goes wrong from the start.
+        engine_options: of vLLM those of ``mock.vllm.engine.Options``, and ``lease``; of the others ``patience``,
+            ``layout`` and ``dp_attention``, see ``mock.sglang.engine``.
+        options: RpcServer's.
     """
 
     def __init__(
@@ -67,211 +49,150 @@ class RpcMock:
         engine: str,
         role: str = "regular",
         *,
-        connector: str = "",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        bootstrap_port: int = 0,
-        model: str = "tiny",
-        dp_size: int = 1,
-        engine_id: str | None = None,
-        tls: tuple[bytes, bytes] | None = None,
-        tokenizer: Path | None = None,
+        tokens: int = 16,
+        first_token_delay: float = 0.0,
+        token_delay: float = 0.0,
+        record_limit: int = 100_000,
+        faults: tuple[Fault | Rule, ...] = (),
+        engine_options: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        engine_id = engine_id or (str(uuid4()) if connector else "")
-        self.facts = Facts(engine, role, model, connector, engine_id, dp_size, bootstrap_port)
-        self.role = role
-        self.host = host
-        self.port = port
-        self.crashed = asyncio.Event()
-        self.healthy: bool | None = True
-        self.serving: bool | None = True
-        self.hang = False
-        self.errors: dict[str, Any] = {}
-        self.busy = False
-        self.profiler = False
-        self.tokenizer = tokenizer
-        self.calls: list[Call] = []
-        self._tls = tls
-        self._answers: dict[str, Any] = {
-            "HealthCheck": self._health_check,
-            "GetModelInfo": self._model_info,
-            "GetServerInfo": self._server_info,
-            "GetLoads": self._loads,
-            "FlushCache": self._flush_cache,
-            "StartProfile": self._profile,
-            "StopProfile": self._profile,
-            "Check": self._check,
-        }
-        self._server: Any = None
-        self._bootstrap: Bootstrap | None = None
-        self._listener: asyncio.Server | None = None
+        RpcServer.__init__(self, engine, role, **options)
+        Observed.__init__(self, role, record_limit, faults)
+        self._backend = _backend(self.facts, self.recorder.changed, engine_options or {})
+        self._generator: Generator[Any] = Generator(
+            self,
+            self._backend.engine,
+            Pace(first_token_delay, token_delay, tokens),
+            path=f"/{self.facts.service}/Generate",
+            read=self.facts.messages().GenerateRequest.FromString,
+            api=self._backend.api,
+            crash=self.crash,
+            cut=self._cut,
+        )
+        self._answers["Abort"] = self._abort
+        self._ending: asyncio.Task[None] | None = None
 
     # --- life ---
 
-    @property
-    def url(self) -> str:
-        """``grpc://host:port``, or ``grpcs://``."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'grpcs' if self._tls else 'grpc'}://{host}:{self.port}"
-
-    @property
-    def bootstrap_port(self) -> int:
-        """Where decodes meet it, if they do."""
-        return self.facts.bootstrap_port
-
-    @property
-    def has_bootstrap(self) -> bool:
-        """Whether decodes meet it at ``bootstrap_port``."""
-        return self.role == "prefill" and (self.facts.engine != "vllm" or self.facts.connector == MOONCAKE)
-
-    async def start(self) -> None:
-        """Listen; ``port`` and ``bootstrap_port`` are the real ones afterwards. Raises OSError."""
-        if self.has_bootstrap:
-            await self._start_bootstrap()
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers(self._handlers())
-        address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-        try:
-            if self._tls is None:
-                self.port = server.add_insecure_port(address)
-            else:
-                chain, key = self._tls
-                self.port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, chain)]))
-        except RuntimeError as error:
-            raise OSError(str(error)) from None
-        await server.start()
-        self._server = server
-
     async def stop(self, grace: float = 0.0) -> None:
         """Stop; calls under way have ``grace`` seconds to finish."""
-        if self._server is not None:
-            await self._server.stop(grace)
-            self._server = None
-        if self._bootstrap is not None:
-            await self._bootstrap.stop()
-            self._bootstrap = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._generator.ending = self._generator.ending or Outcome.STOPPED
+        await super().stop(grace)
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
+    def crash(self) -> None:
+        """Die as a killed process does: listener and connections are gone at once, nothing is answered."""
+        self.crashed.set()
+        self._generator.ending = Outcome.CRASHED
+        self._backend.kill()
+        server, self._server = self._server, None
+        if server is not None:
+            sockets.reset(self.port)
+            self._ending = asyncio.get_running_loop().create_task(server.stop(0))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
+    async def _open(self) -> None:
+        await self._backend.start(self.host)
 
-    def count(self, method: str) -> int:
-        """How often it was asked for ``method``."""
-        return sum(call.method == method for call in self.calls)
+    async def _close(self) -> None:
+        if self._ending is not None:
+            await self._ending
+        await self._backend.stop()
 
-    async def _start_bootstrap(self) -> None:
-        facts = self.facts
-        if facts.engine == "vllm":
-            ranks = range(facts.dp_size)
-            self._bootstrap = Bootstrap([core_id(facts.engine_id, rank, facts.dp_size) for rank in ranks])
-            self._bootstrap.workers = [f"tcp://{self.host}:{40000 + rank}" for rank in ranks]
-            await self._bootstrap.start(self.host, facts.bootstrap_port)
-            facts.bootstrap_port = self._bootstrap.port
-            return
-        self._listener = await asyncio.start_server(lambda _, writer: writer.close(), self.host, facts.bootstrap_port)
-        facts.bootstrap_port = self._listener.sockets[0].getsockname()[1]
+    # --- the engine ---
+
+    @property
+    def pace(self) -> Pace:
+        """How fast tokens come; may be replaced while the mock runs."""
+        return self._generator.pace
+
+    @pace.setter
+    def pace(self, pace: Pace) -> None:
+        self._generator.pace = pace
+
+    @property
+    def rooms(self) -> int:
+        """How many rooms of a prefill are not empty."""
+        return len(self._rooms.bootstrap.rooms)
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """Whose blocks are kept for decodes that have not come: request names (NIXL) or transfer ids (Mooncake)."""
+        return self._vllm.pins.keys
+
+    @property
+    def expired(self) -> int:
+        """How many pins have ended by their lease."""
+        return self._vllm.pins.expired
+
+    @property
+    def fetched(self) -> int:
+        """How many tokens' caches a decode of vLLM has fetched."""
+        return sum(totals.hits for totals in self._vllm.totals)
+
+    async def freed(self, patience: float = PATIENCE) -> None:
+        """Wait until no blocks are kept."""
+        await self.recorder.until(lambda: not self.pins, patience)
+
+    async def holding(self, count: int = 1, patience: float = PATIENCE) -> None:
+        """Wait until the blocks of ``count`` requests are kept."""
+        await self.recorder.until(lambda: len(self.pins) >= count, patience)
+
+    @property
+    def asked_for(self) -> tuple[str, ...]:
+        """The transfers that decodes wait for at a prefill of Mooncake."""
+        connector = self._vllm.connector
+        return connector.wanted if isinstance(connector, Mooncake) else ()
+
+    async def wanted(self, count: int = 1, patience: float = PATIENCE) -> None:
+        """Wait until decodes wait for ``count`` transfers."""
+        await self.recorder.until(lambda: len(self.asked_for) == count, patience)
+
+    @property
+    def _answering(self) -> int:
+        return self._generator.answering
+
+    @property
+    def _vllm(self) -> vllm.Engine:
+        assert isinstance(self._backend, VllmBackend)
+        return self._backend.engine
+
+    @property
+    def _rooms(self) -> sglang.Engine:
+        assert isinstance(self._backend, RoomsBackend)
+        return self._backend.engine
+
+    def _cut(self, peer: str) -> None:
+        sockets.reset(self.port, sockets.peer_port(peer))
 
     # --- methods ---
 
     def _handlers(self) -> tuple[Any, ...]:
-        messages = self.facts.messages()
-        requests = {name: getattr(messages, f"{name}Request") for name in _OF_ENGINE}
-        requests |= {
-            "FlushCache": COMMON.FlushCacheRequest,
-            "StartProfile": COMMON.StartProfileRequest,
-            "StopProfile": COMMON.StopProfileRequest,
-        }
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._method(name), request_deserializer=request.FromString, response_serializer=_serialized
-            )
-            for name, request in requests.items()
-        }
-        methods["GetTokenizer"] = grpc.unary_stream_rpc_method_handler(
-            self._get_tokenizer,
-            request_deserializer=COMMON.GetTokenizerRequest.FromString,
-            response_serializer=_serialized,
+        generate = {"Generate": grpc.unary_stream_rpc_method_handler(self._generate)}
+        abort = self.facts.messages().AbortRequest.FromString
+        generate["Abort"] = grpc.unary_unary_rpc_method_handler(
+            self._method("Abort"), request_deserializer=abort, response_serializer=serialized
         )
-        health = {"Check": grpc.unary_unary_rpc_method_handler(self._method("Check"))}
-        return (
-            grpc.method_handlers_generic_handler(self.facts.service, methods),
-            grpc.method_handlers_generic_handler(_HEALTH, health),
-        )
+        return (grpc.method_handlers_generic_handler(self.facts.service, generate), *super()._handlers())
 
-    def _method(self, name: str) -> Any:
-        async def answer(request: Any, context: Any) -> Any:
-            self.calls.append(Call(name, dict(context.invocation_metadata()), request))
-            if self.hang:
-                await asyncio.Event().wait()
-            if name in self.errors:
-                await context.abort(self.errors[name], f"{name} fails")
-            return await self._answers[name](request, context)
+    async def _asked(self, name: str, request: Any, context: Any) -> None:
+        self.recorder.changed()
+        await super()._asked(name, request, context)
 
-        return answer
+    async def _generate(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
+        if self.hang or "Generate" in self.errors:
+            await self._asked("Generate", self.facts.messages().GenerateRequest.FromString(data), context)
+        async for message in self._generator(data, context):
+            yield message
 
-    async def _get_tokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.calls.append(Call("GetTokenizer", dict(context.invocation_metadata()), request))
-        if self.hang:
-            await asyncio.Event().wait()
-        if "GetTokenizer" in self.errors:
-            await context.abort(self.errors["GetTokenizer"], "GetTokenizer fails")
-        try:
-            archive = bundle(self.tokenizer or Path(self.facts.model_info().tokenizer_path))
-        except OSError as error:
-            await context.abort(grpc.StatusCode.INTERNAL, str(error))
-        for chunk in chunks(archive):
-            yield chunk
-
-    async def _health_check(self, _request: Any, context: Any) -> Any:
-        if self.healthy is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        message = "Health" if self.healthy else "Engine is not alive"
-        return self.facts.messages().HealthCheckResponse(healthy=self.healthy, message=message)
-
-    async def _check(self, request: bytes, context: Any) -> bytes:
-        if self.serving is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        service = request[2:].decode()  # the one field there is
-        if service not in ("", self.facts.service):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service: {service}")
-        return _SERVING if self.serving else _NOT_SERVING
-
-    async def _model_info(self, _request: Any, _context: Any) -> Any:
-        return self.facts.model_info()
-
-    async def _server_info(self, _request: Any, _context: Any) -> Any:
-        return self.facts.server_info()
+    async def _abort(self, request: Any, _context: Any) -> Any:
+        return self._backend.abort(request)
 
     async def _loads(self, _request: Any, _context: Any) -> Any:
-        return self.facts.loads()
-
-    async def _flush_cache(self, _request: Any, _context: Any) -> Any:
-        message = "KV prefix cache reset refused; requests may be in flight" if self.busy else "flushed"
-        return COMMON.FlushCacheResponse(success=not self.busy, message=message)
-
-    async def _profile(self, request: Any, context: Any) -> Any:
-        if self.facts.engine == "vllm":
-            named = [name for name in _PROFILE_OPTIONS if name in request.DESCRIPTOR.fields_by_name]
-            if any(request.HasField(name) for name in named):
-                await context.abort(
-                    grpc.StatusCode.INVALID_ARGUMENT, "StartProfile options cannot be set per request on this engine"
-                )
-            if not self.profiler:
-                await context.abort(grpc.StatusCode.INTERNAL, "Profiling is not enabled.")
-        return COMMON.ProfileResponse(success=True, message="succeeded")
+        return self.facts.loads(self._backend.busy())
 
 
-_OF_ENGINE: Final = ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads")
-
-
-def _serialized(message: Any) -> bytes:
-    made: bytes = message.SerializeToString()
-    return made
+def _backend(facts: Facts, on_change: Callable[[], None], options: dict[str, Any]) -> Backend:
+    if facts.engine == "vllm":
+        return VllmBackend(facts, on_change, **{"lease": None, **options})
+    kind = SglangBackend if facts.engine == "sglang" else TokenspeedBackend
+    return kind(facts, **{"patience": Patience(), "layout": Layout(), "dp_attention": True, **options})
