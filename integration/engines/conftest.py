@@ -9,8 +9,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 import rig
+import rpc_servers
 import servers
+import sglang_servers
 import vllm_servers
+from rpc_rig import RpcPair
 from vllm_rig import Pair, known
 from vllm_servers import VllmServer
 
@@ -74,3 +77,31 @@ async def in_turn(
     """Its URL, with the pair registered."""
     await known(client, in_turn_gateway, *vllm_workers[1:])
     return in_turn_gateway
+
+
+@pytest.fixture(scope="session", params=rpc_servers.KINDS)
+def started_rpc_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RpcPair]:
+    """A prefill and a decode server that speak gRPC, behind a gateway that does not know them yet."""
+    kind = request.param
+    engine = rpc_servers.engine_of(kind)
+    if not servers.installed(engine):
+        pytest.skip("not installed: make integration-engines")
+    with rpc_servers.running(kind) as (prefill, decode), rig.gateway(tmp_path_factory.mktemp("gateway")) as url:
+        yield RpcPair(kind, engine, prefill, decode, url)
+
+
+@pytest.fixture
+async def rpc_pair(started_rpc_pair: RpcPair, client: aiohttp.ClientSession) -> RpcPair:
+    """The same, registered."""
+    await known(client, started_rpc_pair.url, started_rpc_pair.prefill, started_rpc_pair.decode)
+    await rig.ready(client, started_rpc_pair.url)
+    return started_rpc_pair
+
+
+@pytest.fixture(scope="session")
+def single(started_rpc_pair: RpcPair) -> Iterator[servers.Server]:
+    """The same engine as one HTTP server that does all by itself."""
+    engine = started_rpc_pair.engine
+    server = vllm_servers.aggregated() if engine == "vllm" else sglang_servers.engines().aggregated
+    with servers.running(server):
+        yield server

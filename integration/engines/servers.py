@@ -85,13 +85,19 @@ class Server:
     def wait_ready(self) -> None:
         """Wait until it answers; raises RuntimeError when it died or takes too long."""
         deadline = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + self.probe, timeout=5):  # noqa: S310 - our own URL
-                return
+        while not self.answers():
             if not self.running or time.monotonic() > deadline:
                 lines = self.log.read_text(errors="replace").splitlines()
                 raise RuntimeError("\n".join([f"{self.name} did not start:", *lines[-10:]]))
             time.sleep(0.2)
+
+    def answers(self) -> bool:
+        """Whether it says that it is ready."""
+        try:
+            with urllib.request.urlopen(self.url + self.probe, timeout=5):  # noqa: S310 - our own URL
+                return True
+        except OSError:
+            return False
 
     @property
     def running(self) -> bool:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # setup.sh DIR [ENGINE...]: install real engines for the CPU, and a tiny random model, under DIR; once.
-# ENGINE: sglang, vllm; both when none is named. About 2 minutes and 3 GB each.
+# ENGINE: sglang, vllm; both when none is named. About 2 minutes and 3 GB each. What an earlier version of this installed
+# is brought up to date.
 # pip must be able to find PyTorch's CPU build: point PIP_EXTRA_INDEX_URL at PyTorch's CPU index where it cannot.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -8,22 +9,22 @@ mkdir -p "${1:?usage: setup.sh DIR [ENGINE...]}"
 cd "$1"
 shift
 
-# new_environment ENGINE: make its virtual environment; its packages are then in $packages.
-new_environment() {
-  "${PYTHON:-python3}" -m venv --clear "venv-$1"
-  "venv-$1/bin/pip" install --quiet --no-deps --requirement "$here/$1-requirements.txt"
+# environment ENGINE: make its virtual environment, or add to it what is missing; its packages are then in $packages.
+environment() {
+  "venv-$1/bin/python" -c 'import pip' 2>/dev/null || "${PYTHON:-python3}" -m venv --clear "venv-$1"
+  "venv-$1/bin/python" -m pip install --quiet --no-deps --requirement "$here/$1-requirements.txt"
   packages=$("venv-$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 }
 
 install_sglang() {
-  new_environment sglang
+  environment sglang
   rm -f "$packages"/torchaudio/lib/*.so # built for CUDA: they do not load beside a CPU torch
   cp "$here/sglang_on_cpu.py" "$packages/"
   echo 'import sglang_on_cpu' >"$packages/sitecustomize.py"
 }
 
 install_vllm() {
-  new_environment vllm
+  environment vllm
   # vLLM asks for its version by the name "vllm", which the CPU build does not have, and takes the CPU for its platform
   # when that version says "cpu".
   local shim="$packages/vllm-0.32.0+cpu.dist-info"
@@ -36,8 +37,10 @@ install_vllm() {
     'self\.device_id = torch\.accelerator\.current_device_index()' 'self.device_id = 0'
 }
 
-# patch_line FILE PATTERN TEXT: replace the one occurrence of PATTERN; anything else is another version of the file.
+# patch_line FILE PATTERN TEXT: replace the one occurrence of PATTERN, unless that has been done; anything else is another
+# version of the file.
 patch_line() {
+  [ "$(grep -c "$2" "$1")" = 0 ] && grep -qF "$3" "$1" && return
   [ "$(grep -c "$2" "$1")" = 1 ] || { echo "$1: \"$2\" is not there once; is this another version?" >&2; exit 1; }
   sed -i "s/$2/$3/" "$1"
 }
