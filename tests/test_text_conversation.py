@@ -110,10 +110,37 @@ def test_the_last_message_can_be_left_open(tokenizer):
 
 def test_a_template_has_the_clients_arguments_but_not_ours(tokenizer):
     template = "{{ mood }}{{ messages | length }}{{ tools | length if tools }}"
-    how = {"mood": "calm ", "tokenize": True, "tools": None, "sanitize_control_tokens": True, "return_dict": True}
+    how = {"mood": "calm ", "tokenize": True, "tools": None, "messages": [], "conversations": [], "self": 1}
     tools = ({"type": "function", "function": {"name": "f"}},)
     text = chat(tokenizer, ("user", "hi"), chat_template=template, template_kwargs=how, tools=tools)
     assert text == "calm 11"
+
+
+TURNS = [("system", "be brief"), ("user", "low é"), ("assistant", "<b>&"), ("user", "more")]
+OF_MODELS = {
+    "chatml": CHATML,
+    "with special tokens": "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}"
+    "{{ eos_token }}{% endfor %}{{ documents | tojson if documents }}{{ tools | tojson(indent=2) if tools }}",
+    "with blocks": "{%- for m in messages %}\n    {%- if loop.first and m.role == 'system' %}\n[{{ m.content }}]\n"
+    "    {%- elif m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}\n    {%- else %}"
+    "{{ m['content'] }}{% break %}\n    {%- endif %}\n{%- endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_it_is_what_transformers_makes_of_it(tokenizer, name):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "<é>"}}}]
+    documents = [{"title": "t", "text": "x"}]
+    ours = chat(tokenizer, *TURNS, chat_template=OF_MODELS[name], tools=tools, documents=documents)
+    theirs = tokenizer._loaded.apply_chat_template(
+        [{"role": role, "content": content} for role, content in TURNS],
+        chat_template=OF_MODELS[name],
+        tools=tools,
+        documents=documents,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(

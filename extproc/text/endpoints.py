@@ -83,7 +83,11 @@ class TextEndpoints:
         return {**found, "max_model_len": context if context is not None else -1, "token_strs": words}
 
     def _chat(self, body: Mapping[str, Any], messages: object) -> ChatPrompt:
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(m, dict) and m.get("role") for m in messages)
+        ):
             raise GatewayError("invalid_type", "messages must be a list of messages with roles", param="messages")
         template = body.get("chat_template")
         if template is not None:
