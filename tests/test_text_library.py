@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -150,6 +151,40 @@ async def test_the_hub_is_not_asked_for_what_a_worker_names(monkeypatch, model):
         await r.add(mock)
         await r.entry()
     assert asked[:2] == [("org/named", False), ("org/reported", True)]
+
+
+async def test_the_hub_has_what_the_operator_names(monkeypatch, model, other):
+    import huggingface_hub  # noqa: PLC0415
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(model))
+    async with RpcMock("vllm", "decode", tokenizer=other) as mock, rig(model_path="org/tiny") as r:
+        await r.add(mock)
+        assert (await r.entry()).source == "org/tiny"
+
+
+async def test_a_hub_that_does_not_answer_holds_up_nobody(monkeypatch, model, tmp_path):
+    import huggingface_hub  # noqa: PLC0415
+
+    asked, gate = threading.Event(), threading.Event()
+
+    def hang(*_, **__):
+        asked.set()
+        gate.wait()
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hang)
+    third = directory(tmp_path / "third", "gemma")
+    async with (
+        RpcMock("vllm", "decode", tokenizer=model) as one,
+        RpcMock("vllm", "decode", model="third", tokenizer=third) as two,
+        rig(model_path="org/tiny") as r,
+    ):
+        await r.add(one)
+        await eventually(asked.is_set)
+        await r.add(two)
+        await r.entry(model="third")
+        assert r.library.get("tiny").state is State.LOADING
+    gate.set()
 
 
 async def test_without_one_everybody_is_told(caplog):

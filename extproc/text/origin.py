@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -49,9 +50,11 @@ class Named:
     @asynccontextmanager
     async def directory(self, executor: Executor) -> AsyncIterator[Path]:
         """See Origin."""
-        yield await asyncio.get_running_loop().run_in_executor(executor, self._find)
+        found = await asyncio.get_running_loop().run_in_executor(executor, self._look)
+        yield await _apart(self._fetch) if found is None else found
 
-    def _find(self) -> Path:
+    def _look(self) -> Path | None:
+        """The directory; None: only the hub can have it."""
         path = Path(self.text).expanduser()
         if path.is_file():
             path = path.parent
@@ -59,6 +62,9 @@ class Named:
             return path
         if not _HUB_ID.fullmatch(self.text) or path.is_dir():
             raise FilesError("no tokenizer files there")
+        return None
+
+    def _fetch(self) -> Path:
         quiet_libraries()
         from huggingface_hub import snapshot_download  # noqa: PLC0415 -- not before it is needed
 
@@ -68,6 +74,32 @@ class Named:
         except Exception as error:  # noqa: BLE001 -- of many libraries
             reason = " ".join(str(error).split())[:300] if self.hub else "not here, and not in the hub's cache"
             raise FilesError(reason) from None
+
+
+async def _apart(work: Callable[[], Path]) -> Path:
+    """Do ``work`` in a thread that nobody waits for at the process's end: a hub may take minutes."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Path] = loop.create_future()
+
+    def done(path: Path | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if path is not None:
+            future.set_result(path)
+        else:
+            future.set_exception(error or FilesError("the hub gave nothing"))
+
+    def run() -> None:
+        path, problem = None, None
+        try:
+            path = work()
+        except BaseException as error:  # noqa: BLE001 -- told to who waits
+            problem = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done, path, problem)
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    return await future
 
 
 @dataclass(frozen=True, slots=True)
