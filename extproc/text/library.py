@@ -244,6 +244,7 @@ class Library:
         encoder = await run(self._threads(), self._encoder_of, loaded)
         changed = entry.ready is not None
         entry.ready, entry.source = Ready(entry.name, loaded, encoder, mark), source
+        self._told(entry.name, "")
         facts: dict[str, Any] = {"model": entry.name, "source": source, "vocab_size": loaded.vocab_size}
         _logger.info(
             "the tokenizer is another" if changed else "tokenizer loaded",
