@@ -387,6 +387,24 @@ def test_sequences_are_a_handoff_part_by_part():
     assert whole.part(1).part(0).plan(None, PREFILL).names[0].startswith("chatcmpl-2-")
 
 
+@pytest.mark.parametrize(
+    ("limits", "connector", "role"),
+    [
+        ([1, 1], NIXL, Role.PREFILL),
+        ([1, 9], NIXL, None),
+        ([9, 1], NIXL, None),
+        ([1, 1], MOONCAKE, Role.PREFILL),
+        ([1, 9], MOONCAKE, Role.DECODE),
+    ],
+)
+def test_a_prefill_worker_answers_alone_only_if_it_does_so_for_all(limits, connector, role):
+    handoff, _ = vllm_handoff(connector)
+    prefill = core("e_dp0", "e_dp1") if connector == MOONCAKE else vllm(connector)
+    parts = [dataclasses.replace(GENERATION, sampling=Sampling(max_tokens=limit)) for limit in limits]
+    found = Sequences(handoff, parts).alone(None, prefill)
+    assert (found and found.role) == role
+
+
 def test_sequences_hand_over_part_by_part():
     handoff, prefill = vllm_handoff(NIXL)
     whole = Sequences(handoff, [GENERATION])

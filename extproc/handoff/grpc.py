@@ -14,7 +14,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.engines.engine import Engine
 from extproc.generation.asked import Generation
 from extproc.handoff.handoff import Alone, Handed, Handoff, Plan
-from extproc.workers.worker import Worker
+from extproc.workers.worker import Role, Worker
 
 
 class RpcHandoff(Protocol):
@@ -141,8 +141,9 @@ class Sequences:
         return self._handoff.live
 
     def alone(self, request: InferenceRequest, prefill: Worker) -> Alone | None:  # noqa: ARG002 - Handoff's signature
-        """See Handoff."""
-        return self._handoff.alone(self._generations[0], prefill)
+        """See Handoff. A prefill worker answers alone only where it does so for all of them."""
+        found = [self._handoff.alone(generation, prefill) for generation in self._generations]
+        return next((alone for alone in found if alone is None or alone.role is not Role.PREFILL), found[0])
 
     def single(self, worker: Worker) -> bytes:
         """The body of a request that ``worker`` answers alone."""
