@@ -141,6 +141,31 @@ def test_a_choice_that_came_to_nothing_has_not_been(name, over):
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("over", [{}, {"routing_key_override": True}])
+@pytest.mark.parametrize("busy", range(3))
+def test_nor_has_one_that_was_passed_over_for_another(name, over, busy):
+    """One prefill is at its limit, and all decodes are: what is taken back is the choice among the others."""
+    prefills, decodes = fleet(3, 2)
+    chosen = []
+    for others in (0, 3):
+        policies = [policy_of(name, Tuning(balance_abs_threshold=10, **over), lambda: 0.0) for _ in range(2)]
+        placer = Placer(FakeFleet(*prefills, *decodes), *policies)
+        served = []
+        for number in range(30):
+            full(prefills[busy], *decodes)
+            for other in range(others):
+                with pytest.raises(NoRoomError):
+                    placer.pair(Asked(tokens=100 + other, fields=KEY, prompt=b"x" * other), room=ONE_LEG)
+            for each in (*prefills, *decodes):
+                each.load = 0
+            asked = Asked(tokens=number * 37 % 500, fields={"x-smg-routing-key": b"%d" % number})
+            served.append(placer.pair(asked, room=ONE_LEG).prefill)
+            placer.over(asked.notes)
+        chosen.append(served)
+    assert chosen[0] == chosen[1]
+
+
 def test_who_is_full_for_a_while_has_its_turn_when_it_is_not():
     prefills, decodes = fleet(3, 1, limit=None)
     prefills[0].limit = 1

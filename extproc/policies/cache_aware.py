@@ -202,7 +202,7 @@ class CacheAwarePolicy(Policy):
             order.insert(0, best)
         return [among[place] for place in order[:limit]]
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: ARG002
+    def take_back(self, request: RequestView) -> None:
         """See Policy."""
         self._calls -= 1
         self.over(request.notes)

@@ -115,7 +115,7 @@ class Placer:
         pair = self._pair_of(prefill, pairs, without, request, room)
         if pair is None:
             assert room is not None
-            policy.take_back(prefills, request)
+            policy.take_back(request)
             return self._pair_with_room(pairs, prefills, without, request, room)
         return pair
 
