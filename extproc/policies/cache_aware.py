@@ -182,6 +182,37 @@ class CacheAwarePolicy(Policy):
                 self._correct(overlaps, request, chain, among, now)
             if overlaps and (others := some.others(overlaps)):
                 among = (*among, *others)
+        return self._choose(chain, among, overlaps, limit, notes, now)
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy. Of many that fit some are looked at, too, and those that hold something."""
+        if len(candidates) <= MOST_LOOKED_AT:
+            return super().pass_over(candidates, limit, request, fits)
+        self.take_back(request)
+        some = self._many.some_that_fit(candidates, fits)
+        among = some.workers
+        if not among:
+            return ()
+        now = self._now()
+        chain = self._chain(request)
+        overlaps = self._index.overlaps(chain, now, among)
+        if self._exact is not None:
+            self._correct(overlaps, request, chain, among, now)
+        among = (*among, *filter(fits, some.others(overlaps)))
+        return self._choose(chain, among, overlaps, limit, request.notes, now)
+
+    def _choose(
+        self,
+        chain: PromptChain,
+        among: Sequence[Worker],
+        overlaps: dict[Worker, int],
+        limit: int,
+        notes: dict[object, object],
+        now: float,
+    ) -> Sequence[Worker]:
+        """The one that costs least, and up to ``limit`` in all; it is booked there."""
         costs = self._costs(chain.size, among, overlaps, now)
         best = costs.index(min(costs))
         self._calls += 1

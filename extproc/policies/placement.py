@@ -108,7 +108,8 @@ class Placer:
         policy = self._crowded if pairs.prefills_crowded else self._prefill
         prefill = policy.rank(prefills, 1, request)[0]
         if room is not None and not _fits(room, prefill):
-            others = policy.pass_over(prefills, 1, request, partial(_fits, room))
+            fits = room.on if room.legs is None else partial(_fits, room)
+            others = policy.pass_over(prefills, 1, request, fits)
             if not others:
                 raise NoRoomError(Role.PREFILL)
             prefill = others[0]
