@@ -9,6 +9,7 @@ import logging
 import pytest
 from fakes import Rig, mooncake, nixl, rejection, released, worker
 from fleet import FakeEnvoy, add_ready, spec
+from test_in_turn import ANSWER
 
 from extproc.control.metrics import Metrics
 from extproc.exchange.attempts import RetryPolicy
@@ -465,3 +466,26 @@ async def test_who_cannot_is_named_once(caplog):
     assert record.__dict__["worker"] == unable.name
     await asyncio.sleep(0)
     await registry.close()
+
+
+def test_a_prompt_that_one_worker_holds_does_not_make_that_one_busy():
+    """Others take their part, by pairs, and hold it too then."""
+    rig = conditional(*nixl((1, 2), (11, 12, 13, 14)), min_uncached_tokens=100)
+    rig.gateway.placer._decode = policy_of(PolicyName.CACHE_AWARE, Tuning(), rig.clock.now, Role.DECODE)
+    body = {"model": "tiny", "prompt": "a long beginning that all have in common. " * 200}
+    clients = []
+    for _ in range(60):
+        client = rig.post(PATH, body)
+        clients.append(client)
+        for leg in rig.egress.out_at("prefill"):
+            leg.answer(body=ANSWER)
+        _, _, (first, *_) = released(client)
+        client.decode_head(headers=[("x-pd-upstream", first)])
+    loads = [each.load for each in rig.workers if each.role is Role.DECODE]
+    assert sum(loads) == 60
+    assert max(loads) <= 2 * (min(loads) + 1) + 1
+    for client in clients:
+        client.close()
+    alone = [record.kv == "local" for record in rig.records]
+    assert sum(alone) > 40
+    rig.assert_nothing_is_left()

@@ -6,6 +6,10 @@ that serves without a prefill: any vLLM, but no SGLang that was started as a dec
 received without bootstrap room id``, 0.5.23 srt/managers/scheduler.py).
 
 Both are asked before a pair is chosen: no prefill worker's turn is used up, and no room on one waited for.
+
+A worker that holds a prompt is passed over when it has more than twice the requests under way of the decode worker with
+the fewest, and two more: a beginning that many requests have in common would make it serve all of them, while the
+others, which never see it, stand idle. A pair takes those, and so another worker comes to hold it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.exchange.lone import Lone
 from extproc.handoff.handoff import Alone, Kv
 from extproc.handoff.table import Handoffs
+from extproc.policies.partners import NEAR_FACTOR
 from extproc.policies.placement import Placer
 from extproc.policies.room import NoRoomError, Room
 from extproc.workers.worker import Role, Worker
@@ -61,7 +66,7 @@ class Conditional:
         tokens = request.prompt_tokens()
         if not able or tokens < self._least or not self._least_uncached:
             return bool(able) and tokens < self._least
-        return bool(self._holders(able, tokens, self._placer.held(request, able)))
+        return bool(self._holders(request, able, tokens, self._placer.held(request, able)))
 
     def _cached(self, request: InferenceRequest, tokens: int, room: Room | None) -> Lone | None:
         held: Mapping[Worker, int] = {}
@@ -70,7 +75,7 @@ class Conditional:
             nonlocal held
             able = self._able(workers)
             held = self._placer.held(request, able) if able else {}
-            return self._holders(able, tokens, held)
+            return self._holders(request, able, tokens, held)
 
         try:
             workers = self._placer.decodes(request, holders, room)
@@ -82,9 +87,15 @@ class Conditional:
         why = f"about {tokens} prompt tokens, {known} of them cached: fewer to compute than --pd-min-uncached-tokens"
         return Lone(workers, Alone(Role.DECODE, Kv.LOCAL, why))
 
-    def _holders(self, able: Sequence[Worker], tokens: int, held: Mapping[Worker, int]) -> Sequence[Worker]:
-        """Those of ``able`` that hold enough of a prompt of so many tokens."""
-        return tuple(w for w in able if tokens - min(tokens, held.get(w, 0)) < self._least_uncached)
+    def _holders(
+        self, request: InferenceRequest, able: Sequence[Worker], tokens: int, held: Mapping[Worker, int]
+    ) -> Sequence[Worker]:
+        """Those of ``able`` that hold enough of a prompt of so many tokens, and are not too busy for it."""
+        found = tuple(w for w in able if tokens - min(tokens, held.get(w, 0)) < self._least_uncached)
+        if not found or not self._placer.usable(request.model, Role.PREFILL):  # then nobody else would serve it
+            return found
+        most = NEAR_FACTOR * (min([worker.load for worker in able]) + 1)
+        return found if all(w.load <= most for w in found) else tuple(w for w in found if w.load <= most)
 
     def _able(self, workers: Sequence[Worker]) -> Sequence[Worker]:
         """Those that serve without a prefill; ``workers`` itself where all do, for policies tell sets by identity."""
