@@ -52,6 +52,7 @@ MOST_LOOKED_AT: Final = 16
 SAMPLE: Final = 8
 _HASH_HOLDERS: Final = 3
 _AVERAGED: Final = 16  # prompts, of whose bytes for a token the mean counts
+_UNLIKE: Final = 1 / 16  # of the usual room of a cache; what differs less is not worth a look at all of them
 _GROWN: Final = 200.0  # of an exponent
 _CHAIN: Final = "prompt chain"  # both roles' policies look at the same
 
@@ -337,7 +338,7 @@ class CacheAwarePolicy(Policy):
 
     def _is_usual(self, room: float) -> None:
         """An engine says that its cache keeps so many bytes: so may those of others that do not say it."""
-        if room != self._usual_room:
+        if abs(room - self._usual_room) > _UNLIKE * self._usual_room:
             self._usual_room = room
             for cache in self._index.caches.values():
                 self._fill(cache)
