@@ -416,6 +416,19 @@ def test_a_prefill_worker_that_gets_no_leg_has_nothing_under_way():
     rig.assert_nothing_is_left()
 
 
+def test_nor_has_one_whose_pair_answers_samples_by_its_decode():
+    rig = keyed(*nixl((1, 2), (11, 12)))
+    client, home, decode = turn(rig, "a", LONG)
+    finish(client, decode)
+    alone = [turn(rig, "a", LONG | {"n": 2}) for _ in range(2)]
+    assert [prefill for _, prefill, _ in alone] == [None, None]
+    client, prefill, _ = turn(rig, "a", LONG)
+    assert prefill == home
+    for each in (client, *(one for one, _, _ in alone)):
+        each.close()
+    rig.assert_nothing_is_left()
+
+
 # -- who cannot -------------------------------------------------------------------------------------------------------
 
 

@@ -501,6 +501,7 @@ class Session:
         if alone is not None:
             refuse_unknown(gateway, pair.prefill, alone)
             prefills = alone.role is Role.PREFILL
+            gateway.placer.spared(request, Role.DECODE if prefills else Role.PREFILL)
             workers = gateway.placer.prefills(request, pair.prefill) if prefills else pair.decodes
             return DirectCourse.alone(self, head, request, workers, alone)
         placed = Placed(pair, handoff)

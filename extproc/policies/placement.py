@@ -209,6 +209,10 @@ class Placer:
         """About how many tokens of the prompt decode workers' KV caches are known to hold; none of others."""
         return self._decode.held(request, decodes)
 
+    def spared(self, request: RequestView, role: Role) -> None:
+        """Of the pair chosen for ``request`` the worker of ``role`` gets no leg after all."""
+        (self._decode if role is Role.DECODE else self._prefill).over(request.notes)
+
     def over(self, notes: dict[object, object]) -> None:
         """The request with these notes (RequestView) is over."""
         for policy in self._holders:
