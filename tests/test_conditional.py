@@ -502,3 +502,20 @@ def test_a_prompt_that_one_worker_holds_does_not_make_that_one_busy():
     alone = [record.kv == "local" for record in rig.records]
     assert sum(alone) > 40
     rig.assert_nothing_is_left()
+
+
+def test_a_busy_holder_serves_where_no_pair_has_room():
+    rig = conditional(*nixl((1,), (11, 12)), min_uncached_tokens=4, at_11=8)
+    prefill, holder, _ = rig.workers
+    prefill.limit, prefill.load, holder.load = 1, 1, 9
+    client = rig.post(PATH, CACHED)
+    assert released(client)[2] == ["127.0.0.1:11"]
+    prefill.load = 0
+    other = rig.post(PATH, CACHED)
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    assert released(other)[2][0] == "127.0.0.1:12"
+    for each in (client, other):
+        each.close()
+    holder.load = 0
+    rig.assert_nothing_is_left()

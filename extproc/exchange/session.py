@@ -486,8 +486,8 @@ class Session:
         try:
             pair = gateway.placer.pair(request, room=pair_room(request, taken))
         except NoRoomError:
-            lone = without_pair(gateway, request, room)
-            if lone is None:
+            lone = None if conditional is None else conditional.lone(request, room, busy=True)
+            if lone is None and (lone := without_pair(gateway, request, room)) is None:
                 raise
             return self._lone(head, request, lone)
         except GatewayError:
