@@ -187,9 +187,12 @@ class Registry(Roster):
             self._set_ranks(worker, ranks.count_of(worker, engines))
         for record in self._entries(worker):
             own = ranks.engines_of(record.worker, engines)
-            if record.worker.kv_engines != own:
+            before = record.worker.kv_engines
+            if before != own:
                 record.worker.kv_engines = own
                 self._tell(record.worker, Change.IDENTITY)
+                if before and own:
+                    self._tell(record.worker, Change.RESTARTED)
 
     def place(self, worker: Worker, ip: str) -> None:
         """Say where the worker is. Envoy is told, and requests go there once it has acknowledged.
