@@ -353,9 +353,17 @@ def _prefills(pairs: Pairs, without: Collection[Worker], like: Worker | None) ->
     prefills = pairs.prefills if like is None else pairs.like(like)
     if without:
         # As a set of its own: the turn of the whole one is the next request's, not this one's second.
-        prefills = tuple(
-            worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without)
-        )
+        served: dict[int, bool] = {}  # by identity of the partners, which most have in common
+        left = []
+        for worker in prefills:
+            if worker in without:
+                continue
+            tiers = pairs.tiers(worker)
+            if id(tiers) not in served:
+                served[id(tiers)] = _has_partner(pairs, worker, without)
+            if served[id(tiers)]:
+                left.append(worker)
+        return tuple(left)
     return prefills
 
 
