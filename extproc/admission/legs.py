@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from extproc.admission.pace import Pace
 from extproc.admission.priority import CLASSES, Priority
-from extproc.admission.waiting import Clock, Line, Waiter, Waits, guarded
+from extproc.admission.waiting import EARLY, Clock, Line, Waiter, Waits, guarded
 from extproc.errors import GatewayError
 from extproc.workers.worker import Role, Worker
 
@@ -180,7 +180,7 @@ class LegQueue:
         first = queue.first
         if not classes:
             return 0, first.number
-        starves = first.since + self._patience(first, queue.priority) <= now
+        starves = first.since + self._patience(first, queue.priority) <= now + EARLY
         return -1 if starves else queue.priority, first.number
 
     def _patience(self, waiter: Waiter[Seeker], priority: Priority) -> float:
