@@ -33,6 +33,7 @@ _SIZES: Final = (2, 64, 100, 1000)
 _LIMITS: Final = {64: 20.0, 100: 20.0, 1000: 200.0}  # µs
 _KNOWN_LIMIT: Final = 60.0  # µs of a prompt of which 4 KB are known, or with KV events, or legs under way at all
 _LONG_LIMIT: Final = 500.0  # µs of 220 KB: "well under a millisecond"
+_FULL_LIMIT: Final = 150.0  # µs where most workers have as many legs as they may
 _BLOCK: Final = 16  # tokens
 _TUNING: Final = Tuning()
 _CACHE_AWARE: Final = (PolicyName.CACHE_AWARE, PolicyName.CACHE_AWARE)
@@ -104,6 +105,7 @@ def _of_cache_aware(number: int) -> Iterator[_Case]:
     yield case("- 65 to 100", number, _new(2000), fleet=partial(Fleet, legs=(65, 100)))
     yield case("- two kinds that do not pair", number, _new(2000), fleet=partial(Fleet, kinds=2))
     yield case("- every other worker overloaded", number, _new(2000), fleet=partial(Fleet, overloaded=2))
+    yield case("- nine of ten at their limit", number, _new(2000), fleet=partial(Fleet, free=10), limit=_FULL_LIMIT)
     yield case(
         "300 bytes after 4 KB that all hold", number, _after(shared), known=lambda: chat(shared), limit=_KNOWN_LIMIT
     )

@@ -15,6 +15,7 @@ from extproc.apis.request import InferenceRequest
 from extproc.apis.table import CHAT, COMPLETIONS, Api
 from extproc.policies.placement import Pair, Placer
 from extproc.policies.policy import Policy
+from extproc.policies.room import ONE_LEG
 from extproc.workers.index import Index
 from extproc.workers.load import EngineLoad, RankLoad
 from extproc.workers.pairing import PairingMode
@@ -35,12 +36,18 @@ class Fleet(Index):
         legs: how many each has under way, which no request of the bench ends: from, to.
         kinds: groups of workers that may be paired only among themselves.
         overloaded: every so manieth is; 0: nobody.
+        free: all but every so manieth have as many legs as they may; 0: nobody has.
     """
 
-    def __init__(self, size: int, *, legs: tuple[int, int] = (0, 20), kinds: int = 1, overloaded: int = 0) -> None:
+    def __init__(
+        self, size: int, *, legs: tuple[int, int] = (0, 20), kinds: int = 1, overloaded: int = 0, free: int = 0
+    ) -> None:
         self.prefills = _workers(Role.PREFILL, size, legs, kinds, overloaded)
         self.decodes = _workers(Role.DECODE, size, legs, kinds, overloaded)
         self.workers = (*self.prefills, *self.decodes)
+        for workers in (self.prefills, self.decodes) if free else ():
+            for number, worker in enumerate(workers):
+                worker.limit = 0 if number % free else 1 << 30
         super().__init__(lambda: self.workers, PairingMode.LENIENT)
 
     def __len__(self) -> int:
@@ -127,7 +134,7 @@ def measure(
     prefill, decode = policies
     placer = Placer(fleet, prefill, decode)
     (begun,) = requests(1)
-    first = _clocked(lambda: placer.pair(begun))
+    first = _clocked(lambda: placer.pair(begun, room=ONE_LEG))
     placer.over(begun.notes)
     for worker in fleet.workers:  # everybody has served something
         placer.answered(chat(text(1000)), worker)
@@ -139,7 +146,7 @@ def measure(
         # At first as many as are to be under way.
         for request in requests(number if round_number >= 0 else under_way):
             before = time.thread_time()
-            pair = placer.pair(request)
+            pair = placer.pair(request, room=ONE_LEG)
             spent += time.thread_time() - before
             tokens = request.prompt_tokens()
             waiting.append(_Placed(request, pair, tokens, (pair.prefill.begin(tokens), pair.decodes[0].begin(tokens))))

@@ -25,7 +25,9 @@ class Fault:
 
 
 def _catalogue(*faults: Fault) -> dict[str, Fault]:
-    return {fault.code: fault for fault in faults}
+    catalogue = {fault.code: fault for fault in faults}
+    assert len(catalogue) == len(faults), "a code is there twice"
+    return catalogue
 
 
 CATALOGUE = _catalogue(
@@ -60,18 +62,13 @@ CATALOGUE = _catalogue(
     Fault(
         "worker_overload_protection_shed",
         503,
-        "every decode worker has as many requests as its engine runs, for `--pd-admission-wait-secs`",
+        "every decode worker has as many requests as its engine runs, for `--pd-admission-wait-secs`; or all workers "
+        "that could take the request are overloaded (`--worker-overload-shed`)",
         retryable=True,
     ),
     Fault("not_implemented", 501, "the API is not served by a prefill/decode fleet (embeddings, classify, audio)"),
     Fault("no_available_workers", 503, "no usable prefill or no usable decode worker at this moment", retryable=True),
     Fault("no_compatible_pd_pair", 503, "no usable prefill and decode worker share a KV transfer protocol"),
-    Fault(
-        "worker_overload_protection_shed",
-        503,
-        "`--worker-overload-shed`: all workers that could take the request are overloaded",
-        retryable=True,
-    ),
     Fault("tokenizer_not_found", 503, "gRPC workers: the model's tokenizer is not there (yet)", retryable=True),
     Fault("tokenization_queue_full", 503, "gRPC workers: too many long prompts wait to be tokenised", retryable=True),
     Fault("tokenization_failed", 500, "gRPC workers: a defect in tokenising a prompt; the log has the traceback"),

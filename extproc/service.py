@@ -305,7 +305,7 @@ class Service:
         gone = change is Change.STATUS and worker.status in _GONE
         if gone and worker.role is Role.PREFILL:
             self.gateway.prefill_lost(worker)
-        if gone or change is Change.REMOVED:
+        if gone or change in (Change.REMOVED, Change.RESTARTED):
             self.gateway.placer.forget(worker)
         if change is Change.REMOVED:
             self._rooms.forget(worker)

@@ -359,6 +359,28 @@ def test_no_class_is_told_no_while_more_urgent_ones_keep_coming(role):
     rig.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("early", [0.0, 0.0013])
+def test_who_starves_is_served_when_it_does_and_not_with_the_next_leg_that_ends(early):
+    """What is free meanwhile gathers for a batch of a more urgent class. An event loop's timers may come early."""
+    rig = limited(limit=2, gate=GateSettings(classes=CLASSES))
+    after = rig.clock.after
+    rig.clock.after = lambda seconds, callback: after(max(0.0, seconds - early), callback)
+    first = [rig.post(CHAT, BODY) for _ in range(4)]
+    bulk = rig.post(CHAT, BODY, headers=[("x-smg-priority", "bulk")])
+    batch = rig.post(CHAT, BODY | {"n": 2})
+    for leg in (prefills(rig)[0], prefills(rig)[1]):  # one of each worker
+        leg.answer()
+    settle(rig)
+    assert waits(bulk)
+    rig.clock.advance(30 - early)  # half of what it may wait
+    released(bulk)
+    assert rig.gateway.legs.queued[Role.PREFILL] == 1
+    for client in (*first, bulk, batch):
+        client.close()
+    rig.clock.advance(10)
+    rig.assert_nothing_is_left()
+
+
 def test_a_new_worker_serves_those_that_wait():
     rig = limited(*PAIR())
     first, second = rig.post(CHAT, BODY), rig.post(CHAT, BODY)

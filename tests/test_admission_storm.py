@@ -11,6 +11,13 @@ from test_in_turn import ANSWER
 from extproc.admission.gate import GateSettings
 from extproc.admission.legs import LegSettings
 from extproc.exchange.attempts import RetryPolicy
+from extproc.exchange.direct import DirectCourse
+from extproc.policies.cache_aware import CacheAwarePolicy
+from extproc.policies.names import PolicyName
+from extproc.policies.placement import Placer
+from extproc.policies.sticky import StickyPolicy
+from extproc.policies.table import policy_of
+from extproc.policies.tuning import Tuning
 from extproc.transport.interface import Lost
 from extproc.workers.worker import Role, Status
 
@@ -24,8 +31,14 @@ class Storm(RuleBasedStateMachine):
 
     engines = "sglang"
 
-    @initialize(limit=st.sampled_from((0, 8)), attempts=st.sampled_from((1, 3)))
-    def begin(self, limit, attempts):
+    @initialize(
+        limit=st.sampled_from((0, 8)),
+        attempts=st.sampled_from((1, 3)),
+        prefill=st.sampled_from(PolicyName),
+        decode=st.sampled_from([name for name in PolicyName if name is not PolicyName.BUCKET]),
+        sticky=st.booleans(),
+    )
+    def begin(self, limit, attempts, prefill, decode, sticky):
         models = (("a",), ("a", "b"))
         if self.engines == "sglang":
             workers = [worker(Role.PREFILL, 1 + n, bootstrap_port=90 + n, model_ids=m) for n, m in enumerate(models)]
@@ -41,22 +54,28 @@ class Storm(RuleBasedStateMachine):
             retry=RetryPolicy(attempts=attempts, jitter=0),
             request_timeout=60.0,
         )
+        tuning = Tuning(routing_key_override=sticky)
+        self.policies = [
+            policy_of(name, tuning, self.rig.clock.now, role)
+            for name, role in ((prefill, Role.PREFILL), (decode, Role.DECODE))
+        ]
+        self.rig.gateway.placer = Placer(self.rig.fleet, *self.policies)
         for each in workers:
             each.limit = LIMIT if each.role is Role.PREFILL else WINDOW
         self.clients = []
-        self.order = []
+        self.left = set()  # some may have a prefill leg for a moment yet
 
     def alive(self):
-        self.clients = [client for client in self.clients if client.session.alive]
+        self.clients = [client for client in self.clients if client.session.alive and client not in self.left]
         return self.clients
 
     def waiting(self):
         return [client for client in self.alive() if client.session._waiter is not None]
 
-    @rule(model=st.sampled_from("aab"), samples=st.sampled_from((1, 1, 1, 2, 4)))
-    def come(self, model, samples):
-        body = {"model": model, "messages": [], "n": samples}
-        self.clients.append(self.rig.post(CHAT, body))
+    @rule(model=st.sampled_from("aab"), samples=st.sampled_from((1, 1, 1, 2, 4)), key=st.sampled_from(("", "a", "b")))
+    def come(self, model, samples, key):
+        body = {"model": model, "messages": [{"role": "user", "content": "as always " * 60}], "n": samples}
+        self.clients.append(self.rig.post(CHAT, body, headers=[("x-smg-routing-key", key)]))
 
     @precondition(lambda self: self.rig.egress.out)
     @rule(which=st.integers(0, 99), how=st.sampled_from(("good", "good", "good", "bad", "busy", "lost")))
@@ -73,10 +92,32 @@ class Storm(RuleBasedStateMachine):
             case "lost":
                 leg.receiver.lost(Lost.RESET, "x")
 
+    @precondition(lambda self: self.released())
+    @rule(which=st.integers(0, 99), status=st.sampled_from((200, 200, 200, 400, 500, 503)), second=st.booleans())
+    def a_decode_answers(self, which, status, second):
+        clients = self.released()
+        client = clients[which % len(clients)]
+        upstreams = client.session._course._upstreams
+        client.decode_head(status, [("x-pd-upstream", upstreams[-1 if second else 0].endpoint)])
+
+    def released(self):
+        """Those that Envoy has, and of which no answer has come."""
+        courses = [(client, client.session._course) for client in self.alive()]
+        direct = [(client, course) for client, course in courses if isinstance(course, DirectCourse)]
+        return [client for client, course in direct if course._released and not course._status]
+
     @precondition(lambda self: self.alive())
     @rule(which=st.integers(0, 99))
     def leave(self, which):
-        self.clients[which % len(self.clients)].close()
+        self.close(self.clients[which % len(self.clients)])
+
+    def close(self, client):
+        """It leaves, the second call about its answer with it."""
+        self.left.add(client)
+        for late in list(self.rig.gateway.late.values()):
+            if late._session is client.session:
+                late.closed()
+        client.close()
 
     @rule(seconds=st.sampled_from((0.0, 0.1, 3.0, 9.0)))
     def pass_time(self, seconds):
@@ -104,7 +145,7 @@ class Storm(RuleBasedStateMachine):
             if each.role is Role.PREFILL and each.load > LIMIT:  # it is a batch, larger than any limit, and alone
                 ids = {dict(leg.headers)[b"x-request-id"] for leg in self.legs_of(each)}
                 assert len(ids) == 1, ids
-        held = [client for client in self.alive() if client.session._entered]
+        held = [client for client in {*self.clients, *self.left} if client.session._entered]
         assert self.rig.gateway.gate.in_flight == len(held)
 
     def legs_of(self, each):
@@ -142,9 +183,15 @@ class Storm(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         for client in self.alive():
-            client.close()
+            self.close(client)
         self.rig.clock.advance(1000)
         self.rig.assert_nothing_is_left()
+        for policy in self.policies:
+            for each in (policy, getattr(policy, "_inner", policy)):
+                if isinstance(each, StickyPolicy):
+                    assert not any(assignment.under_way for assignment in each._assignments.values())
+                if isinstance(each, CacheAwarePolicy):
+                    assert not any(cache.pending for cache in each._index.caches.values())
 
 
 class InTurn(Storm):

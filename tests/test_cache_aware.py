@@ -363,6 +363,19 @@ def test_what_an_engine_has_no_room_for_is_lost():
     assert held(rig.policy, only, text(6000, 2))
 
 
+def test_not_every_answer_has_all_caches_looked_at():
+    """In a large fleet that would cost more than the placement; how long tokens are is a little different each time."""
+    rig = Rig(count=20)
+    for each in rig.workers:
+        usage(each, 0.5, tokens=400_000)
+        rig.policy.learn(Asked(prompt=text(2000, 0), tokens=500), each)
+    fill, filled = rig.policy._fill, []
+    rig.policy._fill = lambda cache: (filled.append(cache), fill(cache))
+    for number in range(1, 101):
+        rig.policy.learn(Asked(prompt=text(2000 + number, number), tokens=500), rig.workers[number % 20])
+    assert len(filled) < 200
+
+
 def test_token_ids_are_measured_by_how_long_they_are():
     """As JSON they have 7 bytes for a token here, not 4: as many tokens fit into a cache all the same."""
     rig = Rig(count=1)

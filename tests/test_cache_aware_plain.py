@@ -119,7 +119,9 @@ class Plain:
         measured = max(1, len(asked.prompt)) / max(1, asked.tokens)
         self.per_token += (max(BYTES_PER_TOKEN, measured) - self.per_token) / 16
         if worker.engine_load is not None and worker.engine_load.max_tokens:
-            self.rooms[worker] = self.usual = self.per_token * worker.engine_load.max_tokens
+            room = self.rooms[worker] = self.per_token * worker.engine_load.max_tokens
+            if abs(room - self.usual) > self.usual / 16:
+                self.usual = room
         self.put_in.append((worker, new, self.now()))
 
     def forget(self, worker):

@@ -9,6 +9,7 @@ import logging
 import pytest
 from fakes import Rig, mooncake, nixl, rejection, released, worker
 from fleet import FakeEnvoy, add_ready, spec
+from test_in_turn import ANSWER
 
 from extproc.control.metrics import Metrics
 from extproc.exchange.attempts import RetryPolicy
@@ -415,6 +416,19 @@ def test_a_prefill_worker_that_gets_no_leg_has_nothing_under_way():
     rig.assert_nothing_is_left()
 
 
+def test_nor_has_one_whose_pair_answers_samples_by_its_decode():
+    rig = keyed(*nixl((1, 2), (11, 12)))
+    client, home, decode = turn(rig, "a", LONG)
+    finish(client, decode)
+    alone = [turn(rig, "a", LONG | {"n": 2}) for _ in range(2)]
+    assert [prefill for _, prefill, _ in alone] == [None, None]
+    client, prefill, _ = turn(rig, "a", LONG)
+    assert prefill == home
+    for each in (client, *(one for one, _, _ in alone)):
+        each.close()
+    rig.assert_nothing_is_left()
+
+
 # -- who cannot -------------------------------------------------------------------------------------------------------
 
 
@@ -465,3 +479,43 @@ async def test_who_cannot_is_named_once(caplog):
     assert record.__dict__["worker"] == unable.name
     await asyncio.sleep(0)
     await registry.close()
+
+
+def test_a_prompt_that_one_worker_holds_does_not_make_that_one_busy():
+    """Others take their part, by pairs, and hold it too then."""
+    rig = conditional(*nixl((1, 2), (11, 12, 13, 14)), min_uncached_tokens=100)
+    rig.gateway.placer._decode = policy_of(PolicyName.CACHE_AWARE, Tuning(), rig.clock.now, Role.DECODE)
+    body = {"model": "tiny", "prompt": "a long beginning that all have in common. " * 200}
+    clients = []
+    for _ in range(60):
+        client = rig.post(PATH, body)
+        clients.append(client)
+        for leg in rig.egress.out_at("prefill"):
+            leg.answer(body=ANSWER)
+        _, _, (first, *_) = released(client)
+        client.decode_head(headers=[("x-pd-upstream", first)])
+    loads = [each.load for each in rig.workers if each.role is Role.DECODE]
+    assert sum(loads) == 60
+    assert max(loads) <= 2 * (min(loads) + 1) + 1
+    for client in clients:
+        client.close()
+    alone = [record.kv == "local" for record in rig.records]
+    assert sum(alone) > 40
+    rig.assert_nothing_is_left()
+
+
+def test_a_busy_holder_serves_where_no_pair_has_room():
+    rig = conditional(*nixl((1,), (11, 12)), min_uncached_tokens=4, at_11=8)
+    prefill, holder, _ = rig.workers
+    prefill.limit, prefill.load, holder.load = 1, 1, 9
+    client = rig.post(PATH, CACHED)
+    assert released(client)[2] == ["127.0.0.1:11"]
+    prefill.load = 0
+    other = rig.post(PATH, CACHED)
+    (leg,) = rig.egress.out_at("prefill")
+    leg.answer()
+    assert released(other)[2][0] == "127.0.0.1:12"
+    for each in (client, other):
+        each.close()
+    holder.load = 0
+    rig.assert_nothing_is_left()

@@ -111,6 +111,7 @@ def rows(name):
 
 def test_every_error_is_in_the_table_as_the_catalogue_has_it():
     table = {row[0].strip("`"): row[1:] for row in rows("Errors")}
+    assert len(table) == len(rows("Errors"))
     assert table == {
         fault.code: [str(fault.status), fault.type, "yes" if fault.retryable else "no", fault.when]
         for fault in CATALOGUE.values()

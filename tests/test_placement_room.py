@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fakes import Asked, FakeFleet, worker
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_workers_overload import ON, Rig
 
 from extproc.policies.cache_aware import CacheAwarePolicy
@@ -110,6 +112,63 @@ def test_one_that_answers_alone_has_room(ask):
     assert caught.value.role is workers[0].role
 
 
+# -- by each policy ----------------------------------------------------------------------------------------------------
+
+ALL = [(name, over) for name in PolicyName for over in ({}, {"routing_key_override": True})]
+
+
+@pytest.mark.parametrize(("name", "over"), ALL)
+@given(
+    count=st.sampled_from([1, 2, 3, 5, 20, 40]),
+    limit=st.sampled_from([1, 4]),
+    free=st.sets(st.integers(0, 39)),
+    keys=st.lists(st.sampled_from([{}, KEY, {"x-smg-routing-key": b"b"}, {"x-smg-target-worker": b"1"}]), max_size=5),
+)
+@settings(max_examples=40, deadline=None)
+def test_in_place_of_a_choice_that_does_not_fit_comes_one_that_does(name, over, count, limit, free, keys):
+    workers = tuple(worker(Role.PREFILL, port) for port in range(1, 1 + count))
+    policy = policy_of(name, Tuning(**over), lambda: 0.0)
+    fitting = {each for number, each in enumerate(workers) if number in free}
+    for number, fields in enumerate(keys):
+        asked = Asked(fields=fields, prompt=b'"%d %0500d"' % (number % 3, 0), tokens=130 * number)
+        first, *_ = policy.rank(workers, limit, asked)
+        if first not in fitting:
+            ranked = policy.pass_over(workers, limit, asked, fitting.__contains__)
+            assert len(ranked) == len(set(ranked))
+            assert len(ranked) <= limit
+            assert set(ranked) <= set(workers)
+            assert ranked[0] in fitting if fitting else not ranked
+            if not fitting:
+                continue
+            first = ranked[0]
+        first.begin(asked.tokens)
+        policy.learn(asked, first)
+
+
+@given(key=st.binary(min_size=1, max_size=8), count=st.integers(1, 40), free=st.sets(st.integers(0, 39)))
+def test_a_key_goes_where_it_would_if_there_were_only_those_with_room(key, count, free):
+    workers = tuple(worker(Role.PREFILL, port) for port in range(1, 1 + count))
+    left = tuple(each for number, each in enumerate(workers) if number in free)
+    asked = Asked(fields={"x-smg-routing-key": key})
+    for name in (PolicyName.CONSISTENT_HASHING, PolicyName.PREFIX_HASH):
+        policy, other = (policy_of(name, Tuning(), lambda: 0.0) for _ in range(2))
+        policy.rank(workers, 4, asked)
+        ranked = policy.pass_over(workers, 4, asked, left.__contains__)
+        assert list(ranked[:1]) == (list(other.rank(left, 4, asked)[:1]) if left else [])
+
+
+@pytest.mark.parametrize("name", [PolicyName.CONSISTENT_HASHING, PolicyName.PREFIX_HASH])
+def test_no_circle_is_made_for_one_request(name):
+    """It takes milliseconds in a large fleet."""
+    prefills, decodes = fleet(8, 8)
+    policies = [policy_of(name, Tuning(), lambda: 0.0) for _ in range(2)]
+    placer = Placer(FakeFleet(*prefills, *decodes), *policies)
+    full(*prefills[:6], *decodes[2:])
+    for number in range(50):
+        placer.pair(Asked(fields={"x-smg-routing-key": b"%d" % number}), room=ONE_LEG)
+    assert [len(policy._rings._rings) for policy in policies] == [1, 1]
+
+
 # -- what is not chosen -------------------------------------------------------------------------------------------
 
 
@@ -136,6 +195,31 @@ def test_a_choice_that_came_to_nothing_has_not_been(name, over):
             asked = Asked(tokens=number * 37 % 500, fields={"x-smg-routing-key": b"%d" % (number % 5)})
             served.append((pair := placer.pair(asked, room=ONE_LEG)).prefill)
             served.append(pair.decodes[0])
+            placer.over(asked.notes)
+        chosen.append(served)
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("over", [{}, {"routing_key_override": True}])
+@pytest.mark.parametrize("busy", range(3))
+def test_nor_has_one_that_was_passed_over_for_another(name, over, busy):
+    """One prefill is at its limit, and all decodes are: what is taken back is the choice among the others."""
+    prefills, decodes = fleet(3, 2)
+    chosen = []
+    for others in (0, 3):
+        policies = [policy_of(name, Tuning(balance_abs_threshold=10, **over), lambda: 0.0) for _ in range(2)]
+        placer = Placer(FakeFleet(*prefills, *decodes), *policies)
+        served = []
+        for number in range(30):
+            full(prefills[busy], *decodes)
+            for other in range(others):
+                with pytest.raises(NoRoomError):
+                    placer.pair(Asked(tokens=100 + other, fields=KEY, prompt=b"x" * other), room=ONE_LEG)
+            for each in (*prefills, *decodes):
+                each.load = 0
+            asked = Asked(tokens=number * 37 % 500, fields={"x-smg-routing-key": b"%d" % number})
+            served.append(placer.pair(asked, room=ONE_LEG).prefill)
             placer.over(asked.notes)
         chosen.append(served)
     assert chosen[0] == chosen[1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.policies.names import PolicyName
-from extproc.policies.ring import Ring
+from extproc.policies.ring import Ring, Rings
 from extproc.policies.table import policy_of
 from extproc.policies.tuning import Tuning
 from extproc.workers.worker import Role
@@ -69,6 +69,33 @@ def test_the_ring_is_the_same_in_every_gateway():
 
 
 PORTS = [5, 7, 1, 11, 9, 1, 1, 4]
+
+
+@given(st.sets(st.sampled_from(WORKERS), min_size=1), st.sampled_from(KEYS), st.integers(1, 6))
+def test_without_some_it_is_the_circle_of_the_others(members, key, limit):
+    rings, left = Rings(), tuple(w for w in WORKERS if w in members)
+    rings.of(WORKERS)
+    for _ in range(9):
+        found = rings.of(left)
+        assert list(found.order(key, limit)) == list(Ring(left).order(key, limit))
+        assert found.first_of(key, lambda w: w is left[-1]) is left[-1]
+        assert found.first_of(key, lambda _: False) is None
+
+
+def test_no_circle_is_made_for_another_attempt(monkeypatch):
+    """It takes milliseconds in a large fleet, and when a worker dies all its requests are tried again at once."""
+    made = []
+    before = Ring.__init__
+    monkeypatch.setattr(Ring, "__init__", lambda ring, workers: (made.append(workers), before(ring, workers))[1])
+    chooser = policy()
+    for number in range(50):
+        home = chooser.rank(WORKERS, 1, keyed(b"%d" % number))[0]
+        chooser.rank(tuple(w for w in WORKERS if w is not home), 4, keyed(b"%d" % number))
+    assert made == [WORKERS]
+    left = WORKERS[1:]  # what the fleet is from now on
+    for number in range(50):
+        chooser.rank(left, 4, keyed(b"%d" % number))
+    assert made == [WORKERS, left]
 
 
 # -- consistent_hashing ------------------------------------------------------------------------------------------------

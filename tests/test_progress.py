@@ -228,3 +228,27 @@ def test_a_late_response_of_which_only_its_first_events_come_is_ended(rig):
     rig.clock.advance(FIRST_TOKEN_SECONDS)
     assert second.call.take() or second.call.aborted
     end(rig, client, second)
+
+
+def test_one_that_waited_for_a_worker_is_ended_too(rig):
+    for each in rig.workers[:2]:
+        each.limit = 1
+    path, body = RESPONSES
+    client, other = rig.post(path, body | STREAM), rig.post(*CHAT)
+    released(client)
+    client.decode_head(503, SERVED)
+    second = client.late()
+    rig.clock.advance(STEADY.initial)
+    assert rig.gateway.legs.waiting  # the first leg is let finish, and the other one is out
+    rig.egress.out_at("prefill")[1].answer()
+    rig.clock.advance(0)
+    (decode,) = rig.egress.out_at("decode")
+    prefill_leg = rig.egress.out_at("prefill")[1]
+    prefill_leg.answer()
+    decode.receiver.head(200, [(b"content-type", b"text/event-stream")])
+    decode.receiver.data(CREATED)
+    second.call.take()
+    rig.gateway.prefill_lost(next(w for w in rig.workers if w.endpoint == prefill_leg.destination))
+    rig.clock.advance(FIRST_TOKEN_SECONDS)
+    assert second.call.take() or second.call.aborted
+    end(rig, client, second, other)

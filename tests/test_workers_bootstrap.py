@@ -191,7 +191,12 @@ class TestMooncake:
             f.registry.subscribe(lambda _worker, change: seen.append((change, worker.kv_engines[0].id)))
             server.health = 200
             await f.becomes(worker, Status.READY)
-            assert seen == [(Change.IDENTITY, "first"), (Change.IDENTITY, "second"), (Change.STATUS, "second")]
+            assert seen == [
+                (Change.IDENTITY, "first"),
+                (Change.IDENTITY, "second"),
+                (Change.RESTARTED, "second"),
+                (Change.STATUS, "second"),
+            ]
 
     async def test_a_former_id_is_not_kept_when_the_server_stops_telling(self) -> None:
         async with engine(owner="vllm", engine_ids={"0": "first"}) as server, fleet(SLOW, EAGER) as f:

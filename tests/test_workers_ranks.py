@@ -257,10 +257,16 @@ class TestEngines:
     async def test_asked_for(self, registry: Registry) -> None:
         worker = self.add(registry)
         registry.describe(worker, Metadata(runtime="vllm"))
+        early: list[Change] = []
+        registry.subscribe(lambda _, change: early.append(change))
         registry.set_engines(worker, (KvEngine(0, "a_dp0"), KvEngine(1, "a_dp1")))
         assert [entry.kv_engines for entry in registry] == [(KvEngine(0, "a_dp0"),), (KvEngine(1, "a_dp1"),)]
+        assert Change.RESTARTED not in early
+        changes: list[tuple[Worker, Change]] = []
+        registry.subscribe(lambda entry, change: changes.append((entry, change)))
         registry.set_engines(worker, (KvEngine(0, "b_dp0"), KvEngine(1, "b_dp1")))
         assert [entry.kv_engines for entry in registry] == [(KvEngine(0, "b_dp0"),), (KvEngine(1, "b_dp1"),)]
+        assert [entry for entry, change in changes if change is Change.RESTARTED] == list(registry)
 
     @pytest.mark.parametrize(("last", "said"), [(1_000_000, None), (1, 1)])
     async def test_no_ranks_are_made_of_nonsense_or_against_the_servers_word(

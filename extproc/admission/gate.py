@@ -21,7 +21,7 @@ from typing import Final, Protocol
 from extproc.admission.bucket import TokenBucket
 from extproc.admission.pace import LONGEST, Pace
 from extproc.admission.priority import ClassRules, Priority, kept
-from extproc.admission.waiting import Clock, Handle, Line, Waiter, Waits, guarded
+from extproc.admission.waiting import EARLY, Clock, Handle, Line, Waiter, Waits, guarded
 from extproc.errors import GatewayError
 
 _NEVER: Final = float("inf")
@@ -227,7 +227,7 @@ class Gate:
             return None
         waiting = [priority for priority, line in self._lines.items() if line]
         if len(waiting) > 1 or self.classed:
-            now = self._clock.now()
+            now = self._clock.now() + EARLY
             starved = [p for p in waiting if self._lines[p].first.since + self._rules[p].starvation <= now]
             if starved:
                 return min(starved, key=lambda p: self._lines[p].first.number)

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from extproc.admission.pace import Pace
 from extproc.admission.priority import CLASSES, Priority
-from extproc.admission.waiting import Clock, Line, Waiter, Waits, guarded
+from extproc.admission.waiting import EARLY, Clock, Line, Waiter, Waits, guarded
 from extproc.errors import GatewayError
 from extproc.workers.worker import Role, Worker
 
@@ -111,7 +111,8 @@ class LegQueue:
         waiter = Waiter(queue, who, now, self._numbered, self)
         self._roles[waiter] = lacks
         self.queued[lacks] += 1
-        waiter.timer = self._clock.after(self._limit(lacks), partial(self._expired, waiter))
+        patience = self._patience(waiter, who.priority)
+        waiter.timer = self._clock.after(patience, partial(self._starves, waiter, self._limit(lacks) - patience))
         return waiter
 
     def give_up(self, waiter: Waiter[Seeker]) -> None:
@@ -179,9 +180,25 @@ class LegQueue:
         first = queue.first
         if not classes:
             return 0, first.number
-        # Some classes may wait for the gate longer than for a worker: these would be told no before they starve.
-        patience = min(CLASSES[queue.priority].starvation, self._limit(self._roles[first]) / 2)
-        return -1 if first.since + patience <= now else queue.priority, first.number
+        starves = first.since + self._patience(first, queue.priority) <= now + EARLY
+        return -1 if starves else queue.priority, first.number
+
+    def _patience(self, waiter: Waiter[Seeker], priority: Priority) -> float:
+        """After how many seconds it starves.
+
+        Some classes may wait for the gate longer than for a worker: these would be told no before they starve.
+        """
+        return min(CLASSES[priority].starvation, self._limit(self._roles[waiter]) / 2)
+
+    def _starves(self, waiter: Waiter[Seeker], left: float) -> None:
+        """It comes before all others now; in so many seconds it is told no."""
+        waiter.timer = self._clock.after(left, partial(self._expired, waiter))
+        if self._has_classes():
+            self.look_soon()
+
+    def _has_classes(self) -> bool:
+        """Those that wait are of several classes."""
+        return len({queue.priority for queue in self._queues.values()}) > 1
 
     def _claimed(self, priority: Priority) -> set[Worker]:
         """Workers for which the first of some line waits, no less urgent than ``priority``, with room for several."""
@@ -193,7 +210,7 @@ class LegQueue:
         self._due = False
         now = self._clock.now()
         claimed: set[Worker] = set()
-        classes = len({queue.priority for queue in self._queues.values()}) > 1
+        classes = self._has_classes()
         order = [(self._urgency(queue, now, classes=classes), queue) for queue in self._queues.values()]
         heapify(order)
         while order:

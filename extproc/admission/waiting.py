@@ -10,6 +10,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from extproc.errors import GatewayError
 
 _log: Final = logging.getLogger(__name__)
+EARLY: Final = 0.002  # seconds by which a timer may be too soon (uvloop's: seen 1.3 ms): its time has come all the same
 
 
 class Handle(Protocol):

@@ -297,6 +297,7 @@ class RelayedCourse:
             self._fail(error)
 
     def _place(self, placed: Placed) -> Attempt:
+        self._timer = None  # what it has waited for is there
         self._placed = placed
         self._headers = ()
         self._answer = self._new_answer()

@@ -592,7 +592,9 @@ class Session:
         try:
             pair = gateway.placer.pair(request, excluded, room=pair_room(request, taken))
         except NoRoomError:
-            lone = without_pair(gateway, request, room)
+            conditional = gateway.conditional
+            lone = None if conditional is None else conditional.lone(request, room, busy=True)
+            lone = lone or without_pair(gateway, request, room)
             if lone is None or lone.workers[0] in excluded:
                 raise
             return self._lone(head, request, lone)
@@ -609,6 +611,7 @@ class Session:
         if alone is not None:
             refuse_unknown(gateway, pair.prefill, alone)
             prefills = alone.role is Role.PREFILL
+            gateway.placer.spared(request, Role.DECODE if prefills else Role.PREFILL)
             workers = gateway.placer.prefills(request, pair.prefill) if prefills else pair.decodes
             return DirectCourse.alone(self, head, request, workers, alone)
         placed = Placed(pair, handoff)

@@ -43,28 +43,30 @@ class BucketPolicy(Policy):
         self._volumes: list[int] = []  # of these, added up
         self._ends: dict[int, list[int]] = {}  # of the ranges, by how many there are; but the last, which has none
         self._tokens: dict[Worker, float] = {}  # that each has had
-        self._chosen = 0  # the place of the last one
+        self._last: Worker | None = None  # who was chosen last, if that was counted
 
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:
         """See Policy."""
         if self._now() >= self._due:
             self._adjust()
         if len(candidates) == 1:
+            self._last = None
             return candidates
         size = request.prompt_tokens()
         self._sizes.append(size)
-        place = self._chosen = self._place(candidates, size)
-        self._tokens[candidates[place]] += size
+        place = self._place(candidates, size)
+        self._last = candidates[place]
+        self._tokens[self._last] += size
         # Who is next to it has lengths that are most like it.
         order = sorted(
             range(max(0, place - limit + 1), min(len(candidates), place + limit)), key=lambda at: abs(at - place)
         )
         return [candidates[at] for at in order[:limit]]
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:
+    def take_back(self, request: RequestView) -> None:
         """See Policy."""
-        if len(candidates) > 1:
-            self._tokens[candidates[self._chosen]] -= request.prompt_tokens()
+        if self._last is not None:
+            self._tokens[self._last] -= request.prompt_tokens()
             self._sizes.pop()
 
     def forget(self, worker: Worker) -> None:

@@ -52,6 +52,7 @@ MOST_LOOKED_AT: Final = 16
 SAMPLE: Final = 8
 _HASH_HOLDERS: Final = 3
 _AVERAGED: Final = 16  # prompts, of whose bytes for a token the mean counts
+_UNLIKE: Final = 1 / 16  # of the usual room of a cache; what differs less is not worth a look at all of them
 _GROWN: Final = 200.0  # of an exponent
 _CHAIN: Final = "prompt chain"  # both roles' policies look at the same
 
@@ -182,6 +183,37 @@ class CacheAwarePolicy(Policy):
                 self._correct(overlaps, request, chain, among, now)
             if overlaps and (others := some.others(overlaps)):
                 among = (*among, *others)
+        return self._choose(chain, among, overlaps, limit, notes, now)
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy. Of many that fit some are looked at, too, and those that hold something."""
+        if len(candidates) <= MOST_LOOKED_AT:
+            return super().pass_over(candidates, limit, request, fits)
+        self.take_back(request)
+        some = self._many.some_that_fit(candidates, fits)
+        among = some.workers
+        if not among:
+            return ()
+        now = self._now()
+        chain = self._chain(request)
+        overlaps = self._index.overlaps(chain, now, among)
+        if self._exact is not None:
+            self._correct(overlaps, request, chain, among, now)
+        among = (*among, *filter(fits, some.others(overlaps)))
+        return self._choose(chain, among, overlaps, limit, request.notes, now)
+
+    def _choose(
+        self,
+        chain: PromptChain,
+        among: Sequence[Worker],
+        overlaps: dict[Worker, int],
+        limit: int,
+        notes: dict[object, object],
+        now: float,
+    ) -> Sequence[Worker]:
+        """The one that costs least, and up to ``limit`` in all; it is booked there."""
         costs = self._costs(chain.size, among, overlaps, now)
         best = costs.index(min(costs))
         self._calls += 1
@@ -202,7 +234,7 @@ class CacheAwarePolicy(Policy):
             order.insert(0, best)
         return [among[place] for place in order[:limit]]
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: ARG002
+    def take_back(self, request: RequestView) -> None:
         """See Policy."""
         self._calls -= 1
         self.over(request.notes)
@@ -306,7 +338,7 @@ class CacheAwarePolicy(Policy):
 
     def _is_usual(self, room: float) -> None:
         """An engine says that its cache keeps so many bytes: so may those of others that do not say it."""
-        if room != self._usual_room:
+        if abs(room - self._usual_room) > _UNLIKE * self._usual_room:
             self._usual_room = room
             for cache in self._index.caches.values():
                 self._fill(cache)

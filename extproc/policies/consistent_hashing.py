@@ -17,7 +17,7 @@ that is not there; its ring is of all workers of a model, and the key of an ``au
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.policies.least import followed
@@ -46,12 +46,27 @@ class ConsistentHashingPolicy(Policy):
         """See Policy."""
         if len(candidates) == 1:
             return candidates
-        fields = request.fields
-        key = self._keys.of(request) or self._implied(request)
+        fields, key = request.fields, self._key(request)
         ranked = self._rings.of(candidates).order(key, limit) if key else self._random.rank(candidates, limit, request)
         if TARGET in fields and (target := _named(fields[TARGET], candidates)) is not None:
             return followed((target, *(worker for worker in ranked if worker is not target)), candidates, limit)
         return ranked
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy. By the circle of all: one of its own for those that fit would take milliseconds."""
+        fields, key = request.fields, self._key(request)
+        chosen = _named(fields[TARGET], candidates, fits) if TARGET in fields else None
+        if chosen is None and key:
+            chosen = self._rings.of(candidates).first_of(key, fits)
+        elif chosen is None:
+            return self._random.pass_over(candidates, limit, request, fits)
+        return () if chosen is None else followed((chosen,), candidates, limit)
+
+    def _key(self, request: RequestView) -> bytes | None:
+        """What the request belongs together with others by; None where it belongs to nobody."""
+        return self._keys.of(request) or self._implied(request)
 
     def _implied(self, request: RequestView) -> bytes | None:
         """What tells clients apart that give no key."""
@@ -63,16 +78,18 @@ class ConsistentHashingPolicy(Policy):
         return None
 
 
-def _named(value: bytes, candidates: Sequence[Worker]) -> Worker | None:
-    """Whom the header means of ``candidates``: of several ranks of a server the one with the least to do."""
+def _named(
+    value: bytes, candidates: Sequence[Worker], fits: Callable[[Worker], bool] = lambda _: True
+) -> Worker | None:
+    """Whom the header means of ``candidates`` that fit: of several ranks of a server the one with the least to do."""
     for part in value.split(b",", _MOST_TARGETS)[:_MOST_TARGETS]:
         name = part.strip().decode("latin-1")
         if name.isascii() and name.isdigit() and len(name) < 10:
-            if int(name) < len(candidates):
+            if int(name) < len(candidates) and fits(candidates[int(name)]):
                 return candidates[int(name)]
             continue
         name = name.rstrip("/")
-        meant = [worker for worker in candidates if name in (worker.name, worker.base_url, worker.id)]
+        meant = [worker for worker in candidates if name in (worker.name, worker.base_url, worker.id) and fits(worker)]
         if meant:
             return min(meant, key=lambda worker: worker.load)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.policies.policy import Policy, RequestView
@@ -12,12 +12,22 @@ from extproc.workers.worker import Worker
 # More workers than these are not compared for one request, but so many from a random place on: the least of 256 is
 # nearly the least of all, and a request pays for no more than it gains.
 MOST_COMPARED: Final = 256
+_TRIES: Final = 32
 _random: Final = random.random
 
 
 def any_place(size: int) -> int:
     """A random number below ``size`` (measured: 0.1 µs, a tenth of ``random.randrange``)."""
     return int(_random() * size)
+
+
+def any_that_fits(candidates: Sequence[Worker], fits: Callable[[Worker], bool], but: int = -1) -> int | None:
+    """The place of any of those that fit, each as likely, other than ``but``; None: not found in a few tries."""
+    for _ in range(_TRIES):
+        place = any_place(len(candidates))
+        if place != but and fits(candidates[place]):
+            return place
+    return None
 
 
 def turned(candidates: Sequence[Worker]) -> Sequence[Worker]:

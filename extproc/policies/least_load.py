@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.policies.expected_wait import ExpectedWait
-from extproc.policies.least import MOST_COMPARED, any_place, least_first
+from extproc.policies.least import MOST_COMPARED, any_place, followed, least_first
 from extproc.policies.policy import Policy, RequestView
 from extproc.policies.tuning import Tuning
 from extproc.workers.worker import Worker
@@ -31,16 +31,30 @@ class LeastLoadPolicy(Policy):
 
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """See Policy."""
-        size = len(candidates)
-        if size == 1:
+        if len(candidates) == 1:
             return candidates
+        return least_first(*self._scored(candidates), limit)
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy."""
+        compared, scores = self._scored(candidates)
+        for at in sorted(range(len(compared)), key=scores.__getitem__):
+            if fits(compared[at]):
+                return followed((compared[at],), candidates, limit)
+        return super().pass_over(candidates, limit, request, fits)
+
+    def _scored(self, candidates: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[float]]:
+        """Those that are compared, and how long the request would wait at each."""
+        size = len(candidates)
         compared, scores = self._wait.rows(candidates, any_place(size), min(size, MOST_COMPARED))
         if self._longest:
             scores = [
                 score + _LAST if _waiting(worker) >= self._longest else score
                 for worker, score in zip(compared, scores, strict=True)
             ]
-        return least_first(compared, scores, limit)
+        return compared, scores
 
 
 def _waiting(worker: Worker) -> int:

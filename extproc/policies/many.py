@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from extproc.workers.worker import Worker
@@ -52,9 +53,7 @@ class Many:
 
         ``candidates``: more than are looked at; the fleet's own tuple, the same until something changes.
         """
-        found = self._sets.get(id(candidates))
-        if found is None:
-            found = self._begin(candidates)
+        found = self._set(candidates)
         start = int(_random() * len(candidates))  # random.sample takes 10 µs
         stretch = found.stretches.get(start)
         if stretch is None:
@@ -62,7 +61,16 @@ class Many:
             stretch = found.stretches[start] = Stretch(workers, found.members)
         return stretch
 
-    def _begin(self, candidates: Sequence[Worker]) -> _Set:
+    def some_that_fit(self, candidates: Sequence[Worker], fits: Callable[[Worker], bool]) -> Stretch:
+        """The same of those that fit, who may be none."""
+        start = int(_random() * len(candidates))
+        turned = chain(islice(candidates, start, None), islice(candidates, start))
+        return Stretch(tuple(islice(filter(fits, turned), self._size)), self._set(candidates).members)
+
+    def _set(self, candidates: Sequence[Worker]) -> _Set:
+        found = self._sets.get(id(candidates))
+        if found is not None:
+            return found
         if len(self._sets) >= _REMEMBERED:
             self._sets.clear()
         begun = self._sets[id(candidates)] = _Set(candidates, frozenset(candidates), {})

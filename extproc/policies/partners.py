@@ -36,7 +36,8 @@ def ranked(
     best = policy.rank(left, CANDIDATES, request)
     if room is None or room.on(best[0], legs):
         return best
-    return policy.pass_over(left, CANDIDATES, request, lambda worker: room.on(worker, legs))
+    fits = room.on if legs == 1 else lambda worker: room.on(worker, legs)
+    return policy.pass_over(left, CANDIDATES, request, fits)
 
 
 def nearest(

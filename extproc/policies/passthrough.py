@@ -7,7 +7,8 @@ one does. Source: the peer's policy of this name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from extproc.policies.policy import Policy, RequestView
 from extproc.workers.worker import Worker
@@ -19,3 +20,13 @@ class PassthroughPolicy(Policy):
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """The candidates as they come."""
         return candidates[:limit]
+
+    def pass_over(
+        self,
+        candidates: Sequence[Worker],
+        limit: int,
+        request: RequestView,  # noqa: ARG002
+        fits: Callable[[Worker], bool],
+    ) -> Sequence[Worker]:
+        """See Policy."""
+        return tuple(islice(filter(fits, candidates), limit))

@@ -108,14 +108,15 @@ class Placer:
         policy = self._crowded if pairs.prefills_crowded else self._prefill
         prefill = policy.rank(prefills, 1, request)[0]
         if room is not None and not _fits(room, prefill):
-            others = policy.pass_over(prefills, 1, request, partial(_fits, room))
+            fits = room.on if room.legs is None else partial(_fits, room)
+            others = policy.pass_over(prefills, 1, request, fits)
             if not others:
                 raise NoRoomError(Role.PREFILL)
             prefill = others[0]
         pair = self._pair_of(prefill, pairs, without, request, room)
         if pair is None:
             assert room is not None
-            policy.take_back(prefills, request)
+            policy.take_back(request)
             return self._pair_with_room(pairs, prefills, without, request, room)
         return pair
 
@@ -207,6 +208,10 @@ class Placer:
     def held(self, request: RequestView, decodes: Sequence[Worker]) -> Mapping[Worker, int]:
         """About how many tokens of the prompt decode workers' KV caches are known to hold; none of others."""
         return self._decode.held(request, decodes)
+
+    def spared(self, request: RequestView, role: Role) -> None:
+        """Of the pair chosen for ``request`` the worker of ``role`` gets no leg after all."""
+        (self._decode if role is Role.DECODE else self._prefill).over(request.notes)
 
     def over(self, notes: dict[object, object]) -> None:
         """The request with these notes (RequestView) is over."""
@@ -348,9 +353,17 @@ def _prefills(pairs: Pairs, without: Collection[Worker], like: Worker | None) ->
     prefills = pairs.prefills if like is None else pairs.like(like)
     if without:
         # As a set of its own: the turn of the whole one is the next request's, not this one's second.
-        prefills = tuple(
-            worker for worker in prefills if worker not in without and _has_partner(pairs, worker, without)
-        )
+        served: dict[int, bool] = {}  # by identity of the partners, which most have in common
+        left = []
+        for worker in prefills:
+            if worker in without:
+                continue
+            tiers = pairs.tiers(worker)
+            if id(tiers) not in served:
+                served[id(tiers)] = _has_partner(pairs, worker, without)
+            if served[id(tiers)]:
+                left.append(worker)
+        return tuple(left)
     return prefills
 
 

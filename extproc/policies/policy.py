@@ -56,8 +56,8 @@ class Policy(ABC):
         is the fleet's own tuple, the same object until something changes, or one made for this request.
         """
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: B027 - most keep nothing
-        """The last :meth:`rank` was of these, and nothing comes of it: it is as if it had not been asked."""
+    def take_back(self, request: RequestView) -> None:  # noqa: B027 - most keep nothing
+        """Nothing comes of the last :meth:`rank` or :meth:`pass_over`, for ``request``: it is as if it had not been."""
 
     def pass_over(
         self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
@@ -66,7 +66,7 @@ class Policy(ABC):
 
         Nobody, and nothing counts, where none fits.
         """
-        self.take_back(candidates, request)
+        self.take_back(request)
         left = tuple(worker for worker in candidates if fits(worker))
         return self.rank(left, limit, request) if left else ()
 

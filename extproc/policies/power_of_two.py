@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from extproc.policies.least import any_place, followed
+from extproc.policies.least import any_place, any_that_fits, followed
 from extproc.policies.least_load import expected_wait
 from extproc.policies.names import LoadMetric
 from extproc.policies.policy import Policy, RequestView
@@ -38,8 +38,20 @@ class PowerOfTwoPolicy(Policy):
         if size == 1:
             return candidates
         one, other = any_place(size), any_place(size - 1)
-        if other >= one:
-            other += 1
+        return self._better(candidates, one, other + 1 if other >= one else other, limit)
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy."""
+        one = any_that_fits(candidates, fits)
+        other = None if one is None else any_that_fits(candidates, fits, one)
+        if one is None or other is None:
+            return super().pass_over(candidates, limit, request, fits)
+        return self._better(candidates, one, other, limit)
+
+    def _better(self, candidates: Sequence[Worker], one: int, other: int, limit: int) -> Sequence[Worker]:
+        """The one of two places with less to do, and who follows."""
         if self._measure(candidates, other) < self._measure(candidates, one):
             one, other = other, one
         if limit == 1:

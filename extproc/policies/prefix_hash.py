@@ -13,7 +13,7 @@ here to the next of the key's own, so that its spill finds a cache, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.policies.least import LeastRequests, followed
@@ -52,8 +52,7 @@ class PrefixHashPolicy(Policy):
         # Whoever has no more than the margin has no more than any average and the margin.
         if first.load <= self._margin:
             return ranked
-        average = (sum([worker.load for worker in candidates]) + 1) / len(candidates)
-        most = max(average * self._factor, average + self._margin)
+        most = self._most(candidates)
         if first.load <= most:
             return ranked
         if limit < _WALK:
@@ -62,6 +61,26 @@ class PrefixHashPolicy(Policy):
         if taken is None:
             taken = min(candidates, key=lambda worker: worker.load)
         return followed((taken, *(worker for worker in ranked if worker is not taken)), candidates, limit)
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy. By the circle of all: one of its own for those that fit would take milliseconds."""
+        key = self._keys.of(request) or self._beginning(request)
+        if not key:
+            return self._least.pass_over(candidates, limit, request, fits)
+        taken = self._rings.of(candidates).first_of(key, fits)
+        if taken is None:
+            return ()
+        if taken.load > self._margin and taken.load > (most := self._most(candidates)):
+            least = self._rings.of(candidates).first_of(key, lambda worker: worker.load <= most and fits(worker))
+            taken = least or min(filter(fits, candidates), key=lambda worker: worker.load)
+        return followed((taken,), candidates, limit)
+
+    def _most(self, candidates: Sequence[Worker]) -> float:
+        """How many requests a worker may have under way and be given another."""
+        average = (sum([worker.load for worker in candidates]) + 1) / len(candidates)
+        return max(average * self._factor, average + self._margin)
 
     def _beginning(self, request: RequestView) -> bytes:
         """What prompts must have in common to go to the same worker; empty where there is no prompt."""

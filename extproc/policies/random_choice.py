@@ -7,8 +7,9 @@ each other. Fields: none. Failure: none; load is even on average only. Source: t
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from extproc.policies.least import any_that_fits, followed
 from extproc.policies.policy import Policy, RequestView
 from extproc.workers.worker import Worker
 
@@ -21,3 +22,12 @@ class RandomPolicy(Policy):
         if len(candidates) == 1:
             return candidates
         return random.sample(candidates, min(limit, len(candidates)))
+
+    def pass_over(
+        self, candidates: Sequence[Worker], limit: int, request: RequestView, fits: Callable[[Worker], bool]
+    ) -> Sequence[Worker]:
+        """See Policy."""
+        place = any_that_fits(candidates, fits)
+        if place is None:
+            return super().pass_over(candidates, limit, request, fits)
+        return followed((candidates[place],), candidates, limit)

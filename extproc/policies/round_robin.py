@@ -39,7 +39,8 @@ class RoundRobinPolicy(Policy):
         self._turns: dict[int, _Turn] = {}  # by identity of the candidates
         self._chosen: dict[str, int] = {}  # when each was chosen last, in calls; by the id of a worker
         self._calls = 0
-        self._before = 0  # when the one that was chosen last had been chosen before that
+        self._last: _Turn | None = None  # of the set that was chosen of last
+        self._before = 0  # when the one that was chosen of it had been chosen before that
 
     def rank(self, candidates: Sequence[Worker], limit: int, request: RequestView) -> Sequence[Worker]:  # noqa: ARG002
         """The next candidate and those after it."""
@@ -50,9 +51,10 @@ class RoundRobinPolicy(Policy):
         turn.before = turn.next
         return self._take(turn, turn.next, limit)
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:  # noqa: ARG002
+    def take_back(self, request: RequestView) -> None:  # noqa: ARG002
         """See Policy."""
-        turn = self._turns[id(candidates)]
+        turn = self._last
+        assert turn is not None
         self._untake(turn)
         turn.next = turn.before
 
@@ -75,6 +77,7 @@ class RoundRobinPolicy(Policy):
 
     def _take(self, turn: _Turn, start: int, limit: int) -> Sequence[Worker]:
         candidates = turn.candidates
+        self._last = turn
         turn.next = start + 1 if start + 1 < len(candidates) else 0
         first = candidates[start].id
         self._before = self._chosen.get(first, 0)

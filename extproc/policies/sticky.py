@@ -134,15 +134,15 @@ class StickyPolicy(Wrapper):
         hold.take(chosen)
         return followed((chosen, *(worker for worker in ranked if worker is not chosen)), candidates, limit)
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:
+    def take_back(self, request: RequestView) -> None:
         """See Policy."""
         hold = request.notes.get(self)
         if not isinstance(hold, _Hold):
-            self._inner.take_back(candidates, request)
+            self._inner.take_back(request)
             return
         hold.release()
         if hold.before is not None:
-            self._chooser.take_back(candidates, request)
+            self._chooser.take_back(request)
             self._have(hold.assignment, hold.before)
 
     def learn(self, request: RequestView, worker: Worker) -> None:

@@ -16,9 +16,9 @@ class Wrapper(Policy):
         self.learns = inner.learns
         self.holds = inner.holds
 
-    def take_back(self, candidates: Sequence[Worker], request: RequestView) -> None:
+    def take_back(self, request: RequestView) -> None:
         """See Policy."""
-        self._inner.take_back(candidates, request)
+        self._inner.take_back(request)
 
     def learn(self, request: RequestView, worker: Worker) -> None:
         """See Policy."""

@@ -23,6 +23,7 @@ class Change(Enum):
     IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
     SPEC = "spec"  # its registration is another: whoever goes by it reads it again
     ENDPOINT = "endpoint"  # Envoy acknowledged another address, or it has none any more
+    RESTARTED = "restarted"  # it is another process, as its engine cores say, whether or not it was out meanwhile
     REMOVED = "removed"  # gone: no request is under way to it and Envoy does not know it
 
 

@@ -187,9 +187,12 @@ class Registry(Roster):
             self._set_ranks(worker, ranks.count_of(worker, engines))
         for record in self._entries(worker):
             own = ranks.engines_of(record.worker, engines)
-            if record.worker.kv_engines != own:
+            before = record.worker.kv_engines
+            if before != own:
                 record.worker.kv_engines = own
                 self._tell(record.worker, Change.IDENTITY)
+                if before and own:
+                    self._tell(record.worker, Change.RESTARTED)
 
     def set_tokenizer(self, model: str, missing: str) -> None:
         """Say why there is no tokenizer for ``model``, of its gRPC workers; empty when there is one."""

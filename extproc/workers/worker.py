@@ -247,7 +247,9 @@ class Worker:
     def has_room(self, legs: int = 1) -> bool:
         """Whether so many legs more may go to it; of more than it may ever have, whether it has none of ours."""
         limit = self.limit
-        return limit is None or self.load + self.promised + max(1, min(legs, limit)) <= limit
+        if limit is None or legs == 1:  # most requests; asked of many workers for one
+            return limit is None or self.load + self.promised < limit
+        return self.load + self.promised + max(1, min(legs, limit)) <= limit
 
     def answered(self, turn: int) -> None:
         """It answered the leg that began with ``turn`` as it should (measured: 0.06 µs)."""
