@@ -84,6 +84,7 @@ OTHERS_OPTIONS = {
         "--data-parallel-hybrid-lb",
         "--dp-size",
         "--enable-dp-attention",
+        "--grpc",
         "--load-balance-method",
     ),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
