@@ -523,6 +523,7 @@ class TestShapes:
         answer = await api.ask(method, path)
         assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed")
         assert answer.headers["allow"] == allow
+        assert answer.json["error"]["message"] == f"{method} is not allowed here, only {allow}"
 
     async def test_too_large(self, api: Api) -> None:
         answer = await api.ask("POST", "/workers", data=io.BytesIO(b" " * (1 << 20) + b"x"))

@@ -203,10 +203,11 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         (LEAST | {"cost": "x"}, "Invalid JSON data: cost: expected a valid number"),
         (LEAST | {"labels": {"a": 1}}, "Invalid JSON data: labels.a: expected a valid string"),
         (LEAST | {"labels": None}, "Invalid JSON data: labels: expected a valid dictionary"),
-        (LEAST | {"models": ["m"]}, "Invalid JSON data: models.0: "),
+        (LEAST | {"models": ["m"]}, "Invalid JSON data: models.0: expected an object, with an `id` at least"),
+        (LEAST | {"health": 3}, "Invalid JSON data: health: expected an object"),
         (LEAST | {"models": [{"name": "m"}]}, "Invalid JSON data: missing field `models.0.id`"),
         (LEAST | {"bootstrap_port": 0}, "Invalid JSON data: bootstrap_port: "),
-        (LEAST | {"bootstrap_port": 65536}, "Invalid JSON data: bootstrap_port: "),
+        (LEAST | {"bootstrap_port": 65536}, "Invalid JSON data: bootstrap_port: expected less than or equal to 65535"),
         (LEAST | {"health": {"timeout_secs": 0}}, "Invalid JSON data: health.timeout_secs: "),
         (
             LEAST | {"health": {"timeout": 1}},

@@ -552,8 +552,9 @@ def test_a_one_worker_request_loses_control_fields_too(rig):
 
 def test_an_unauthorized_client_is_told_how(rig):
     rig = Rig(api_key="secret")
-    _, headers, _ = rejection(rig.post(PATH, CHAT))
+    _, headers, body = rejection(rig.post(PATH, CHAT))
     assert headers["www-authenticate"] == "Bearer"
+    assert b"send 'Authorization: Bearer <key>'" in body
 
 
 def test_an_error_names_who_was_to_serve(rig):

@@ -18,8 +18,9 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     try:
         return await handler(request)
     except web.HTTPMethodNotAllowed as error:
-        response = fault(405, "method_not_allowed", f"Invalid URL ({request.method} {request.path})")
-        response.headers["allow"] = ", ".join(sorted(error.allowed_methods))
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = fault(405, "method_not_allowed", f"{request.method} is not allowed here, only {allowed}")
+        response.headers["allow"] = allowed
         return response
     except web.HTTPNotFound:
         return fault(404, "not_found", f"Invalid URL ({request.method} {request.path})")

@@ -419,7 +419,7 @@ class Session:
         if gateway.api_key is not None:
             scheme, _, key = head.fields.get("authorization", b"").partition(b" ")
             if not compare_digest(key.strip(), gateway.api_key) or scheme.lower() != b"bearer":
-                raise GatewayError("unauthorized", "the request does not bear the gateway's API key")
+                raise GatewayError("unauthorized", "Missing or wrong API key: send 'Authorization: Bearer <key>'")
         if gateway.draining:
             raise draining()
         announced = head.fields.get("content-length")

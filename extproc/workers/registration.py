@@ -231,8 +231,11 @@ def _problem(item: Any, model: type[BaseModel]) -> str:
             return f"unknown field `{field}`{_nearest(item['loc'], model)}"
         case "literal_error":
             return f"{field}: unknown variant {item['input']!r}, expected one of {item['ctx']['expected']}"
+        case "model_type":
+            return f"{field}: expected an object" + (", with an `id` at least" if item["loc"][0] == "models" else "")
     message = str(item["msg"])
-    return f"{field}: {message.removeprefix('Input should be ').replace('a valid', 'expected a valid', 1)}"
+    wanted = message.removeprefix("Input should be ")
+    return f"{field}: {message if wanted == message else f'expected {wanted}'}"
 
 
 def _nearest(loc: tuple[str | int, ...], model: type[BaseModel]) -> str:
