@@ -57,7 +57,11 @@ def test_or_what_its_labels_say(rooms, label):
     decode = worker(Role.DECODE, 1, labels={label: "5"})
     rooms.watch(decode)
     assert decode.limit == 5
-    other = worker(Role.DECODE, 1, labels={label: "many"})
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1", "²", "٣", "9" * 14, "9" * 400, "9" * 5000])
+def test_a_label_that_is_no_limit(rooms, text):
+    other = worker(Role.DECODE, 1, labels={"max_num_seqs": text})
     rooms.watch(other)
     assert other.limit is None
 

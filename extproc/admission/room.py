@@ -11,11 +11,9 @@ counts: a request that has just come or gone must not keep a slot empty until th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
+from extproc.workers.load import limit_in
 from extproc.workers.worker import Role, Worker
-
-_LABELS: Final = ("max_running_requests", "max_num_seqs")
 
 
 class _Others:
@@ -100,5 +98,4 @@ def window_of(worker: Worker) -> int | None:
     load = worker.engine_load
     if load is not None and load.max_running is not None:
         return load.max_running
-    texts = (worker.labels.get(label, "") for label in _LABELS)
-    return next((int(text) for text in texts if text.isascii() and text.isdigit() and int(text)), None)
+    return limit_in(worker.labels)
