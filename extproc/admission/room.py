@@ -92,10 +92,14 @@ class Rooms:
 
 
 def window_of(worker: Worker) -> int | None:
-    """How many requests the engine of ``worker`` runs at once, as itself or its labels say; None: neither does."""
+    """How many requests the engine of ``worker`` runs at once; None: nobody says.
+
+    The least of what itself and its labels say: an operator can have it given fewer, but no engine runs more.
+    """
     if worker.role is not Role.DECODE:
         return None
-    load = worker.engine_load
-    if load is not None and load.max_running is not None:
-        return load.max_running
-    return limit_in(worker.labels)
+    load, label = worker.engine_load, limit_in(worker.labels)
+    said = None if load is None else load.max_running
+    if said is None or label is None:
+        return label if said is None else said
+    return min(said, label)
