@@ -57,9 +57,22 @@ def test_or_what_its_labels_say(rooms, label):
     decode = worker(Role.DECODE, 1, labels={label: "5"})
     rooms.watch(decode)
     assert decode.limit == 5
-    other = worker(Role.DECODE, 1, labels={label: "many"})
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1", "²", "٣", "9" * 14, "9" * 400, "9" * 5000])
+def test_a_label_that_is_no_limit(rooms, text):
+    other = worker(Role.DECODE, 1, labels={"max_num_seqs": text})
     rooms.watch(other)
     assert other.limit is None
+
+
+@pytest.mark.parametrize(("engine", "label", "limit"), [(8, "5", 5), (4, "5", 4)])
+def test_of_what_both_say_the_least_counts(rooms, engine, label, limit):
+    """An operator can have a decode given fewer; more than its engine runs would only wait there."""
+    decode = worker(Role.DECODE, 1, labels={"max_running_requests": label})
+    rooms.watch(decode)
+    speaks(rooms, decode, most=engine)
+    assert decode.limit == limit
 
 
 def test_less_what_others_have_there(rooms):

@@ -529,6 +529,19 @@ class TestShapes:
         answer = await api.ask("POST", "/workers", data=io.BytesIO(b" " * (1 << 20) + b"x"))
         assert (answer.status, answer.json["error"]["code"]) == (413, "payload_too_large")
 
+    async def test_as_large_a_head_as_envoy_lets_pass(self, api: Api) -> None:
+        name = "x" * 20_000
+        answer = await api.get(f"/v1/models/{name}", headers={"cookie": "c" * 30_000})
+        assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+
+    @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+    async def test_a_body_that_is_not_what_its_encoding_says(
+        self, api: Api, encoding: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        answer = await api.ask("POST", "/workers", data=b"abc", headers={"content-encoding": encoding})
+        assert (answer.status, answer.json["code"]) == (400, "BAD_REQUEST")
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
     async def test_a_defect_is_a_json_500_and_a_traceback_in_the_log(
         self, api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -57,6 +57,7 @@ def test_a_rank_has_ports_of_its_own() -> None:
     )
     with pytest.raises(SourceError, match="--dp-aware"):
         source({"dp_size": "4"}, "tcp://*:5557")
+    assert source({"dp_size": "²"}, "tcp://*:5557") == source({}, "tcp://*:5557")
     with pytest.raises(SourceError, match="65536"):
         source({}, "tcp://*:65535", dp_rank=1)
 

@@ -17,7 +17,7 @@ from kv_publisher import CLEARED, Publisher, publishing, removed, stored
 from extproc.workers import kv_event_stream
 from extproc.workers.kv_event_source import Source
 from extproc.workers.kv_event_stream import Stream
-from extproc.workers.kv_events import Cleared, Event, Removed, Stored
+from extproc.workers.kv_events import Cleared, Event, Removed, Stored, decode
 
 
 class Told:
@@ -305,7 +305,9 @@ async def test_another_process_whose_connection_was_not_seen_to_end(context: zmq
         assert (told.renewed, stream.losses) == (1, 1)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"{}", b"\x93\x00\x91\x81\xa4type\xabBlockStored\x00"])
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", b"{}", b"\x93\x00\x91\x81\xa4type\xabBlockStored\x00", b"\x91" * 5000]
+)
 async def test_a_batch_that_cannot_be_read_is_a_loss(
     context: zmq.Context[Any], caplog: pytest.LogCaptureFixture, payload: bytes
 ) -> None:
@@ -321,6 +323,27 @@ async def test_a_batch_that_cannot_be_read_is_a_loss(
         publisher.publish(payload=payload)
         await eventually(lambda: stream.losses == 2)
     assert sum(record.levelno == logging.WARNING for record in caplog.records) == 1
+
+
+async def test_a_message_that_could_not_be_dealt_with_is_a_loss(
+    context: zmq.Context[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect(payload: bytes) -> list[Event]:
+        if payload == b"x":
+            raise RuntimeError("a defect")
+        return decode(payload)
+
+    monkeypatch.setattr(kv_event_stream, "decode", defect)
+    with publishing() as publisher, following(context, publisher) as (stream, told):
+        await eventually(lambda: told.whole)
+        await publisher.subscribed()
+        for number in range(3):  # ZeroMQ's descriptor tells of them once
+            say(publisher, number)
+        publisher.publish(payload=b"x")
+        say(publisher, 4)
+        await eventually(lambda: told.names == [4])
+        assert (told.whole, stream.losses) == (False, 1)
+    assert "a defect" in caplog.text
 
 
 @pytest.mark.parametrize("frames", [(b"x",), (b"", b"short", b""), (b"", b"", b"", b"")])

@@ -80,6 +80,7 @@ def test_what_is_left_out() -> None:
     [
         b"",
         b"\xc1",
+        b"\x91" * 5000 + b"\xc0",  # lists in lists
         b"{}",
         msgspec.msgpack.encode(7),
         msgspec.msgpack.encode([1.0]),

@@ -112,6 +112,18 @@ def test_a_cache_loses_what_came_before_as_much_as_fits_in():
     assert index.overlaps(chain(first), 0) == {}
 
 
+def test_a_chain_that_another_policy_has_cut_takes_as_much_room_as_it_gives_back():
+    index, others = PrefixIndex(1 << 20, Cuts(first=16)), Cuts(first=16)
+    cache = index.cache(A)
+    cache.room = 2000
+    for seed in range(100):
+        index.add(chain(text(1500, seed), cuts=others), A, 0)
+        assert 0 < cache.size <= 2000
+    cache.room = 0
+    index.add(chain(text(1500), cuts=others), A, 0)
+    assert (cache.size, len(cache.kept), len(index)) == (0, 0, 0)
+
+
 def test_what_is_sent_again_takes_no_room():
     index = PrefixIndex(1 << 20, CUTS)
     index.cache(A).room = 1000

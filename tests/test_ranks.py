@@ -83,6 +83,11 @@ class TestSglang:
         made = self.plan(sgl(P, 1, 4, "0.5.9")[3], sgl(D, 11, 2)[1])
         assert said(made.decode) == {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 3}
 
+    @pytest.mark.parametrize("version", ["dev", f"0.5.{'9' * 5000}"])
+    def test_a_version_that_is_none_is_a_new_one(self, version):
+        made = self.plan(sgl(P, 1, 4, version)[3], sgl(D, 11, 2, version)[1])
+        assert said(made.decode) == {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 3}
+
     @pytest.mark.parametrize("version", ["0.5.9", "0.5.23"])
     @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (6, 7), (1023, 1024)])
     def test_a_room_means_the_prefills_rank(self, rank, size, version):

@@ -85,6 +85,18 @@ class TestLoads:
     def test_what_is_no_such_answer(self, body: bytes) -> None:
         assert of_v1_loads(body) is None
 
+    @pytest.mark.parametrize("figure", [-1, 1e13, 1e300, 2**63])
+    def test_figures_that_nobody_can_believe(self, figure: float) -> None:
+        entry = {
+            "num_running_reqs": figure,
+            "num_waiting_reqs": 2,
+            "token_usage": figure,
+            "max_running_requests": figure,
+            "gen_throughput": figure,
+            "disaggregation": {"mode": "decode", "decode_transfer_queue_reqs": figure},
+        }
+        assert of_v1_loads(_loads(entry)) == [RankLoad(waiting=2)]
+
 
 def _loads(*entries: dict[str, Any]) -> bytes:
     return json.dumps({"timestamp": "2026-01-01T00:00:00+00:00", "version": "0.5.9", "loads": entries}).encode()
@@ -172,6 +184,17 @@ class TestMetrics:
         page = b'vllm:num_requests_running{engine="0"} NaN\nvllm:num_requests_waiting{engine="0"} 1.0\n'
         page += b'vllm:kv_cache_usage_perc{engine="0"} x\nvllm:kv_cache_usage_perc{engine="0"}\n'
         assert of_metrics(page) == [RankLoad(waiting=1)]
+
+    @pytest.mark.parametrize("digits", [14, 400, 5000])  # of which Python reads 4300
+    def test_numbers_that_nobody_can_believe(self, digits: int) -> None:
+        nines = b"9" * digits
+        page = b'vllm:num_requests_running{engine="0"} 1\nvllm:num_requests_waiting{engine="0"} %b\n' % nines
+        page += b'vllm:cache_config_info{engine="0",%b} 1\n'
+        one = RankLoad(running=1)
+        assert of_metrics(page % b'kv_cache_size_tokens="%b"' % nines) == [one]
+        assert of_metrics(page % b'num_gpu_blocks="%b",block_size="16"' % nines) == [one]
+        assert of_metrics(page % b'num_gpu_blocks="999999999",block_size="999999999"') == [one]
+        assert of_metrics(b'vllm:num_requests_running{engine="%b"} 1\n' % nines) == [one]
 
     @pytest.mark.parametrize(
         "page",

@@ -128,6 +128,7 @@ def test_answers_of_servers_that_hang_up(pieces, body, loop_factory):
         ([CHUNKED + b"x\r\n" + BODY], NoAnswerError, "a chunk without a size"),
         ([b"SSH-2.0-OpenSSH_9.2\r\n\r\n"], NoAnswerError, "not an answer"),
         ([HEAD + b"content-length: x\r\n\r\n"], NoAnswerError, "content-length is no number"),
+        ([HEAD + b"content-length: " + b"9" * 5000 + b"\r\n\r\n"], NoAnswerError, "content-length is no number"),
         ([HEAD + b"content-encoding: gzip\r\ncontent-length: 1\r\n\r\nx"], NoAnswerError, "compressed"),
         ([HEAD + b"content-length: 1001\r\n\r\n"], NoAnswerError, "more than 1000 bytes"),
         ([HEAD + b"\r\n" + b"x" * 1001], NoAnswerError, "more than 1000 bytes"),

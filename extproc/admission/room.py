@@ -11,11 +11,9 @@ counts: a request that has just come or gone must not keep a slot empty until th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
+from extproc.workers.load import limit_in
 from extproc.workers.worker import Role, Worker
-
-_LABELS: Final = ("max_running_requests", "max_num_seqs")
 
 
 class _Others:
@@ -94,11 +92,14 @@ class Rooms:
 
 
 def window_of(worker: Worker) -> int | None:
-    """How many requests the engine of ``worker`` runs at once, as itself or its labels say; None: neither does."""
+    """How many requests the engine of ``worker`` runs at once; None: nobody says.
+
+    The least of what itself and its labels say: an operator can have it given fewer, but no engine runs more.
+    """
     if worker.role is not Role.DECODE:
         return None
-    load = worker.engine_load
-    if load is not None and load.max_running is not None:
-        return load.max_running
-    texts = (worker.labels.get(label, "") for label in _LABELS)
-    return next((int(text) for text in texts if text.isascii() and text.isdigit() and int(text)), None)
+    load, label = worker.engine_load, limit_in(worker.labels)
+    said = None if load is None else load.max_running
+    if said is None or label is None:
+        return label if said is None else said
+    return min(said, label)

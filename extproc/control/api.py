@@ -26,6 +26,7 @@ from extproc.workers.registry import Registry
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 _LONGEST_HANDLER = 10.0  # seconds; asking a worker twice
 _LARGEST_BODY = 1 << 20  # bytes; a worker specification is some hundred
+_LARGEST_HEAD = 64 << 10  # bytes; Envoy lets 60 KiB pass, and aiohttp by itself 8 of a line
 
 
 class ControlApi:
@@ -78,7 +79,15 @@ class ControlApi:
         app.add_routes(trials.routes())
         app.on_shutdown.append(trials.stop)
         app.add_routes(OpenApiRoutes(access).routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LONGEST_HANDLER)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=_LONGEST_HANDLER,
+            max_line_size=_LARGEST_HEAD,
+            max_field_size=_LARGEST_HEAD,
+            # What is no gzip would close the connection without a word, and Envoy sends somebody else's request there.
+            auto_decompress=False,
+        )
 
     async def start(self) -> None:
         """Begin serving. Raises OSError when the address cannot be had."""

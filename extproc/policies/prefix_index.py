@@ -206,6 +206,7 @@ class PrefixIndex:
         (Measured with 220 KB: 25 µs; with a small chat 2 µs.)
         """
         cache, numbers, ends = self.cache(worker), chain.numbers, chain.ends
+        self._cuts.within(chain.size)  # another role's policy may have made the chain, with cuts of its own
         kept, count = cache.kept, len(numbers)
         held = 0
         # The longest beginning first: so the shortest one, which the others are of no use without, goes last.

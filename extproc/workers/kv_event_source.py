@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from extproc.workers.figures import count_in
 from extproc.workers.worker import Worker
 
 LABEL: Final = "kv_events"
@@ -83,8 +84,8 @@ def source_of(worker: Worker, common: Common) -> Source | None:
     endpoint = Endpoint.parse(said) if said else common.endpoint
     if endpoint is None:
         return None
-    ranks = labels.get("dp_size", "")
-    if worker.dp_rank is None and ranks.isdigit() and int(ranks) > 1:
+    ranks = count_in(labels.get("dp_size", "")) or 1
+    if worker.dp_rank is None and ranks > 1:
         raise SourceError(f"{ranks} data-parallel ranks, and no --dp-aware: who holds what would not be chosen by")
     replay_said = labels.get(REPLAY_LABEL, "")
     replay = Endpoint.parse(replay_said) if replay_said else None if said else common.replay

@@ -153,7 +153,11 @@ class Stream:
                     message = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     return
-                heard(message)
+                try:
+                    heard(message)
+                except Exception:  # the descriptor would not tell of what is left: nothing more would ever be heard
+                    _logger.exception("KV events: a message could not be dealt with", extra=self._extra())
+                    self._lose("a message that could not be dealt with")
             self._loop.call_soon(ready)
 
         return ready

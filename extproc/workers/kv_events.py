@@ -83,7 +83,7 @@ def decode(payload: bytes) -> list[Event]:
         batch = msgspec.msgpack.decode(payload)
         _, events = batch[:2]
         return [found for event in events if (found := _event(event)) is not None]
-    except (msgspec.MsgspecError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise GarbageError(f"{type(error).__name__}: {error}") from None
 
 

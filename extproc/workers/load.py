@@ -13,12 +13,13 @@ What an engine does not say is None, never zero: a worker of which nothing is kn
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
+
+from extproc.workers.figures import amount, count, count_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,15 @@ def with_limit(ranks: Sequence[RankLoad], limit: int | None) -> Sequence[RankLoa
     return [rank if rank.max_running is not None else replace(rank, max_running=limit) for rank in ranks]
 
 
+# Labels that say how many requests may run at once, for engines that do not tell it with their load (vLLM).
+_LIMIT_LABELS: Final = ("max_running_requests", "max_num_seqs")
+
+
+def limit_in(labels: Mapping[str, str]) -> int | None:
+    """How many requests an engine with these labels may run at once; None: they do not say."""
+    return next((limit for label in _LIMIT_LABELS if (limit := count_in(labels.get(label, "")))), None)
+
+
 # -- SGLang's JSON ------------------------------------------------------------------------------------------------
 
 
@@ -152,23 +162,23 @@ def _of_entry(entry: Mapping[str, Any]) -> RankLoad:
     disagg: Mapping[str, Any] = section if isinstance(section, dict) else {}
     mode = disagg.get("mode")
     return RankLoad(
-        rank=_count(entry.get("dp_rank")) or 0,
-        running=_count(entry.get("num_running_reqs")),
-        waiting=_count(entry.get("num_waiting_reqs")),
-        waiting_tokens=_count(entry.get("num_waiting_uncached_tokens")),
-        used_tokens=_count(entry.get("num_used_tokens")),
-        total_tokens=_count(entry.get("num_total_tokens")),
-        max_tokens=_count(entry.get("max_total_num_tokens")) or None,
-        kv_usage=_figure(entry.get("token_usage")),
-        max_running=_count(entry.get("max_running_requests")) or None,
-        throughput=_figure(entry.get("gen_throughput")),
-        cache_hit_rate=_figure(entry.get("cache_hit_rate")),
-        utilization=_figure(entry.get("utilization")),
+        rank=count(entry.get("dp_rank")) or 0,
+        running=count(entry.get("num_running_reqs")),
+        waiting=count(entry.get("num_waiting_reqs")),
+        waiting_tokens=count(entry.get("num_waiting_uncached_tokens")),
+        used_tokens=count(entry.get("num_used_tokens")),
+        total_tokens=count(entry.get("num_total_tokens")),
+        max_tokens=count(entry.get("max_total_num_tokens")) or None,
+        kv_usage=amount(entry.get("token_usage")),
+        max_running=count(entry.get("max_running_requests")) or None,
+        throughput=amount(entry.get("gen_throughput")),
+        cache_hit_rate=amount(entry.get("cache_hit_rate")),
+        utilization=amount(entry.get("utilization")),
         prefill_queue=_queued(disagg, _PREFILL_QUEUES) if mode == "prefill" else None,
         decode_queue=_queued(disagg, _DECODE_QUEUES) if mode == "decode" else None,
         # Zero until there was a transfer.
-        transfer_ms=_figure(disagg.get("kv_transfer_latency_ms")) or None,
-        transfer_gb_s=_figure(disagg.get("kv_transfer_speed_gb_s")) or None,
+        transfer_ms=amount(disagg.get("kv_transfer_latency_ms")) or None,
+        transfer_gb_s=amount(disagg.get("kv_transfer_speed_gb_s")) or None,
     )
 
 
@@ -186,7 +196,7 @@ _DECODE_QUEUES: Final = (
 
 
 def _queued(section: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    known = [count for name in names if (count := _count(section.get(name))) is not None]
+    known = [queued for name in names if (queued := count(section.get(name))) is not None]
     return sum(known) if known else None
 
 
@@ -203,7 +213,7 @@ def of_get_load(body: bytes) -> list[RankLoad] | None:
     """
     answer = _json(body)
     if isinstance(answer, dict):
-        tokens = _count(answer.get("load"))
+        tokens = count(answer.get("load"))
         return None if tokens is None else [RankLoad(total_tokens=tokens)]
     if not isinstance(answer, list) or not answer:
         return None
@@ -211,11 +221,11 @@ def of_get_load(body: bytes) -> list[RankLoad] | None:
         return None
     ranks = []
     for entry in answer:
-        requests, waiting = _count(entry.get("num_reqs")), _count(entry.get("num_waiting_reqs"))
-        tokens, pending = _count(entry["num_tokens"]), _count(entry.get("num_pending_tokens"))
+        requests, waiting = count(entry.get("num_reqs")), count(entry.get("num_waiting_reqs"))
+        tokens, pending = count(entry["num_tokens"]), count(entry.get("num_pending_tokens"))
         ranks.append(
             RankLoad(
-                rank=_count(entry.get("dp_rank")) or 0,
+                rank=count(entry.get("dp_rank")) or 0,
                 running=None if requests is None or waiting is None else max(0, requests - waiting),
                 waiting=waiting,
                 used_tokens=None if tokens is None or pending is None else max(0, tokens - pending),
@@ -230,18 +240,3 @@ def _json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return None
-
-
-# -- numbers ------------------------------------------------------------------------------------------------------
-
-
-def _figure(value: object) -> float | None:
-    """A number that may be believed."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
-
-
-def _count(value: object) -> int | None:
-    known = _figure(value)
-    return None if known is None else int(known)

@@ -6,12 +6,12 @@ vLLM's (0.32, ``v1/metrics/loggers.py``): label ``engine`` is the rank. SGLang's
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from extproc.workers.figures import amount, count, count_in
 from extproc.workers.load import RankLoad
 
 _LABEL: Final = re.compile(rb'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -20,32 +20,24 @@ _Labels = dict[bytes, bytes]
 _Metrics = Sequence[tuple[str, Callable[[float], float | None], tuple[str, ...]]]
 
 
-def _whole(value: float) -> int | None:
-    return int(value) if math.isfinite(value) and value >= 0 else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) and value >= 0 else None
-
-
 VLLM_METRICS: Final[_Metrics] = (
-    ("running", _whole, ("vllm:num_requests_running",)),
-    ("waiting", _whole, ("vllm:num_requests_waiting",)),
-    ("kv_usage", _finite, ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),  # 0 to 1, whatever the name
+    ("running", count, ("vllm:num_requests_running",)),
+    ("waiting", count, ("vllm:num_requests_waiting",)),
+    ("kv_usage", amount, ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),  # 0 to 1, whatever the name
 )
 VLLM_INFO: Final = "vllm:cache_config_info"
 # Behind a colon since 0.4.4.
 SGLANG_METRICS: Final[_Metrics] = tuple(
     (figure, read, (f"sglang:{name}", f"sglang_{name}"))
     for figure, read, name in (
-        ("running", _whole, "num_running_reqs"),
-        ("waiting", _whole, "num_queue_reqs"),
-        ("kv_usage", _finite, "token_usage"),
-        ("used_tokens", _whole, "num_used_tokens"),
-        ("max_tokens", _whole, "max_total_num_tokens"),
-        ("throughput", _finite, "gen_throughput"),
-        ("cache_hit_rate", _finite, "cache_hit_rate"),
-        ("utilization", _finite, "utilization"),
+        ("running", count, "num_running_reqs"),
+        ("waiting", count, "num_queue_reqs"),
+        ("kv_usage", amount, "token_usage"),
+        ("used_tokens", count, "num_used_tokens"),
+        ("max_tokens", count, "max_total_num_tokens"),
+        ("throughput", amount, "gen_throughput"),
+        ("cache_hit_rate", amount, "cache_hit_rate"),
+        ("utilization", amount, "utilization"),
     )
 )
 _FAMILIES: Final = ((b"\nvllm:", VLLM_METRICS, b"engine"), (b"\nsglang", SGLANG_METRICS, b"dp_rank"))
@@ -81,10 +73,10 @@ def of_metrics(page: bytes) -> list[RankLoad] | None:
 def _capacity(labels: _Labels) -> int | None:
     """How many tokens fit into a vLLM's KV cache; older ones only say how many blocks."""
     tokens = labels.get(b"kv_cache_size_tokens", b"")
-    if tokens.isdigit():
-        return int(tokens) or None
-    blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
-    return int(blocks) * int(size) or None if blocks.isdigit() and size.isdigit() else None
+    if tokens:
+        return count_in(tokens) or None
+    blocks, size = count_in(labels.get(b"num_gpu_blocks", b"")), count_in(labels.get(b"block_size", b""))
+    return count(blocks * size) or None if blocks and size else None
 
 
 def _by_rank(page: bytes, name: str, rank_label: bytes) -> dict[int, float]:
@@ -101,8 +93,7 @@ def _by_rank(page: bytes, name: str, rank_label: bytes) -> dict[int, float]:
 
 
 def _rank_of(labels: _Labels, rank_label: bytes) -> int:
-    rank = labels.get(rank_label, b"")
-    return int(rank) if rank.isdigit() else 0
+    return count_in(labels.get(rank_label, b"")) or 0
 
 
 def _samples(page: bytes, name: str) -> Iterator[tuple[_Labels, float]]:

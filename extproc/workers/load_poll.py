@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from extproc.workers.client import NoAnswerError, WorkerClient
 from extproc.workers.endings import Endings
-from extproc.workers.load import EngineLoad, RankLoad, of_get_load, of_v1_loads, with_limit
+from extproc.workers.load import EngineLoad, RankLoad, limit_in, of_get_load, of_v1_loads, with_limit
 from extproc.workers.load_metrics import METRIC_NAMES, of_metrics
 from extproc.workers.registry import Change, Registry
 from extproc.workers.rounds import Rounds
@@ -41,8 +41,6 @@ SOONER: Final = 10  # an overloaded worker is asked so many times as often, for 
 LARGEST: Final = 1 << 20  # bytes of an answer: of a vLLM's metrics, 70 ranks; to read them takes 3 ms
 _JITTER: Final = 0.1
 _ABSENT: Final = (404, 405, 501)
-# Labels that say how many requests may run at once, for engines that do not tell it with their load (vLLM).
-_LIMIT_LABELS: Final = ("max_running_requests", "max_num_seqs")
 
 
 class Source(Enum):
@@ -261,7 +259,7 @@ class LoadMonitor:
     def _tell(self, target: _Target, worker: Worker) -> None:
         """Tell a worker what was said of it, if anything."""
         at, found = target.said or (0.0, ())
-        load = EngineLoad(at, with_limit(found, _limit_of(worker))) if found else None
+        load = EngineLoad(at, with_limit(found, limit_in(worker.labels))) if found else None
         worker.load_then, worker.tokens_then = worker.load, worker.tokens
         self._set(worker, load if load is None or worker.dp_rank is None else load.of_rank(worker.dp_rank))
 
@@ -288,9 +286,3 @@ def _say(target: _Target, trouble: str) -> None:
         target.trouble = trouble
         extra = {"worker": target.workers[0].name, "reason": trouble}
         _logger.info("how loaded the engine is, is not known", extra=extra)
-
-
-def _limit_of(worker: Worker) -> int | None:
-    """How many requests may run at once, by the worker's labels."""
-    texts = (worker.labels.get(label, "") for label in _LIMIT_LABELS)
-    return next((int(text) for text in texts if text.isascii() and text.isdigit() and int(text)), None)

@@ -35,7 +35,7 @@ _LEFT_OPEN: Final = ("attention_backend", "model_dtype")
 _AUTO: Final = "auto"
 _TORCH: Final = "torch."
 _SHORT: Final = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
-_VERSION: Final = re.compile(r"v?(\d+)\.(\d+)")
+_VERSION: Final = re.compile(r"v?(\d{1,9})\.(\d{1,9})")
 _HASHED_SINCE: Final = (0, 13)  # vLLM pull request 29503
 _SHOWN: Final = 8  # keys or values of one side in a message
 

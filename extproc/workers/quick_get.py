@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from extproc.workers.figures import count_in
 from extproc.workers.one_request import BadAnswerError, Where, ask
 
 _MOST_HEAD: Final = 64 * 1024  # bytes
@@ -85,9 +86,9 @@ class _Answer(asyncio.Protocol):
         if status in (204, 304):
             self._size = 0
         elif size and not self._chunked:
-            if not size.isdigit():
-                raise BadAnswerError("content-length is no number")
-            self._size = int(size)
+            self._size = count_in(size)
+            if self._size is None:
+                raise BadAnswerError("content-length is no number, or too large")
         return False
 
     def _look(self, *, ended: bool) -> None:

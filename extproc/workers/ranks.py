@@ -23,7 +23,7 @@ from extproc.workers.worker import KvEngine, Role, Worker
 RANK_HEADER: Final = "x-data-parallel-rank"  # vLLM's; SGLang (0.5.10) reads it too, but not for /generate
 MOST_RANKS: Final = 1024  # of one server; more is taken for nonsense, and the server for one without ranks
 _LABEL: Final = "dp_size"
-_VERSION: Final = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+_VERSION: Final = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 _TWO_FIELDS: Final = (0, 5, 10)  # SGLang pull request 19268
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from extproc.workers.figures import amount, count
 from extproc.workers.load import RankLoad
 from extproc.workers.rpc.channels import Channels
 from extproc.workers.rpc.services import GET_LOADS, VLLM, Service, service_of
@@ -43,23 +44,23 @@ def _of_rank(service: Service, load: Any) -> RankLoad:
     scheduler = service is not VLLM  # vLLM's scheduler does not tell its tokens and utilisation
     return RankLoad(
         rank=load.dp_rank,
-        running=load.num_running_reqs,
-        waiting=load.num_waiting_reqs,
-        waiting_tokens=load.num_waiting_uncached_tokens,
-        used_tokens=load.num_used_tokens if scheduler else None,
-        max_tokens=load.max_total_num_tokens or None,
-        kv_usage=load.token_usage,
-        max_running=load.max_running_requests or None,
-        throughput=load.gen_throughput,
-        cache_hit_rate=load.cache_hit_rate,
-        utilization=load.utilization if scheduler else None,
+        running=count(load.num_running_reqs),
+        waiting=count(load.num_waiting_reqs),
+        waiting_tokens=count(load.num_waiting_uncached_tokens),
+        used_tokens=count(load.num_used_tokens) if scheduler else None,
+        max_tokens=count(load.max_total_num_tokens) or None,
+        kv_usage=amount(load.token_usage),
+        max_running=count(load.max_running_requests) or None,
+        throughput=amount(load.gen_throughput),
+        cache_hit_rate=amount(load.cache_hit_rate),
+        utilization=amount(load.utilization) if scheduler else None,
         prefill_queue=_sum(disagg, _PREFILL_QUEUES) if mode == "prefill" else None,
         decode_queue=_sum(disagg, _DECODE_QUEUES) if mode == "decode" else None,
         # Zero until there was a transfer.
-        transfer_ms=(disagg.kv_transfer_latency_ms or None) if disagg is not None else None,
-        transfer_gb_s=(disagg.kv_transfer_speed_gb_s or None) if disagg is not None else None,
+        transfer_ms=(amount(disagg.kv_transfer_latency_ms) or None) if disagg is not None else None,
+        transfer_gb_s=(amount(disagg.kv_transfer_speed_gb_s) or None) if disagg is not None else None,
     )
 
 
-def _sum(section: Any, names: tuple[str, ...]) -> int:
-    return sum(getattr(section, name) for name in names)
+def _sum(section: Any, names: tuple[str, ...]) -> int | None:
+    return count(sum(getattr(section, name) for name in names))
