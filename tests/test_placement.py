@@ -416,3 +416,16 @@ def test_each_role_has_a_policy_that_is_told_of_its_own():
     place.forget(prefill)
     assert [policy.learnt for policy in policies] == [[(TINY, prefill)], [(TINY, decode)]]
     assert all(policy.forgotten == [prefill] for policy in policies)  # by its id: the other had nothing of it
+
+
+def test_what_cannot_be_learnt_from_fails_no_request(caplog):
+    class Broken(RoundRobinPolicy):
+        learns = True
+
+        def learn(self, request, worker):  # noqa: ARG002
+            raise StopIteration
+
+    prefill = worker(Role.PREFILL, 1)
+    placer = Placer(FakeFleet(prefill, worker(Role.DECODE, 2)), Broken(), Broken())
+    placer.answered(TINY, prefill)
+    assert prefill.name in caplog.text

@@ -17,6 +17,7 @@ others have as many legs as they may is no reason to choose an overloaded one: a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol
@@ -32,6 +33,7 @@ from extproc.workers.pairing import hand_over_alike, of_one_model, why_none
 from extproc.workers.pairs import Pairs
 from extproc.workers.worker import Role, Worker
 
+_log: Final = logging.getLogger(__name__)
 _SHOWN: Final = 256  # characters of a model's name: a client may send any number
 _RETRY_AFTER: Final = 1  # seconds; health probes of a worker that is down come about as often
 
@@ -203,7 +205,10 @@ class Placer:
         """A leg of ``request`` on ``worker`` was answered as it should be."""
         policy = self._decode if worker.role is Role.DECODE else self._prefill
         if policy.learns:
-            policy.learn(request, worker)
+            try:
+                policy.learn(request, worker)
+            except Exception:  # noqa: BLE001 - what is learnt is advice: the answer is as good without
+                _log.exception("the policy could not learn from an answer of %s", worker.name)
 
     def held(self, request: RequestView, decodes: Sequence[Worker]) -> Mapping[Worker, int]:
         """About how many tokens of the prompt decode workers' KV caches are known to hold; none of others."""
