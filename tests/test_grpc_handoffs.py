@@ -367,7 +367,8 @@ def test_whether_a_prefill_that_ended_well_failed_all_the_same(runtime):
     chunk = frame(response(runtime, chunk=PROTOS[runtime].GenerateStreamChunk(token_ids=[1])))
     assert handoff.failed(chunk), "no end"
     assert not handoff.failed(chunk + good)
-    assert not handoff.failed(good[:-1]), "only a first part was kept"
+    assert handoff.failed(good[:-1]), "cut short"
+    assert handoff.failed(b"\x01" + good[1:]), "compressed, though that was not offered"
 
 
 # -- for the exchange ------------------------------------------------------------------------------------------------

@@ -34,19 +34,6 @@ def ended(engine: Engine, answer: bytes) -> Complete | None:
 
 
 def broke_off(engine: Engine, answer: bytes) -> bool:
-    """Whether an answer whose call ended well says nothing of the end, or that it was not one.
-
-    Of an answer of which only the first part was kept, nothing is known: it is large, so it is good.
-    """
-    if not answer:
-        return True
-    try:
-        whole = messages(answer)
-    except GatewayError:
-        return False
-    try:
-        events = [engine.event(message) for message in whole]
-    except GatewayError:
-        return True
-    last = events[-1]
-    return not isinstance(last, Complete) or last.finish in _BROKEN
+    """Whether an answer whose call ended well says nothing of the end that can be read, or that it was not one."""
+    last = ended(engine, answer)
+    return last is None or last.finish in _BROKEN
