@@ -217,6 +217,11 @@ class Answer:
             self.late.session.received(_request(response_body=HttpBody(body=message)))
         self._take()
 
+    def end_of_body(self) -> None:
+        """The call's answer ends without trailers."""
+        self.late.session.received(_request(response_body=HttpBody(end_of_stream=True)))
+        self._take()
+
     def trailers(self, code: int = 0, message: str = "") -> None:
         pairs = [("grpc-status", str(code)), ("grpc-message", message)]
         headers = HeaderMap(headers=[HeaderValue(key=name, raw_value=value.encode()) for name, value in pairs])

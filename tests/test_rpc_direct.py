@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fakes import rejection, released, worker
+from fakes import mutated, rejection, released, worker
 from rpc_rig import Answer, RpcRig, ids
 
 from extproc.errors import GatewayError
@@ -291,6 +291,38 @@ def test_what_is_no_answer(rig):
     answer.feed(b"\x01\0\0\0\0")
     assert (answer.status, answer.headers["x-pd-error-code"]) == (502, "decode_bad_reply")
     end(rig, client, answer)
+
+
+def test_a_call_that_ends_without_trailers_was_cut(rig):
+    client, prefill, answer = begun(rig)
+    rig.answered(prefill, rig.complete("h"))
+    answer.feed(rig.chunk("hi"), rig.complete("hi"))
+    answer.end_of_body()
+    assert answer.ended
+    assert "error" in json.loads(events(answer.body)[-1])
+    assert end(rig, client, answer).code
+
+
+def test_a_call_that_ends_well_with_its_head_is_no_answer(rig):
+    client = rig.post(PATH, STREAM)
+    released(client)
+    rig.answered(rig.prefills[0], rig.complete("h"))
+    client.decode_head(headers=refused_head(0, ""))
+    (said,) = client.call.take()
+    assert mutated(said)[":status"] == "502"
+    assert end(rig, client).code == "decode_bad_reply"
+
+
+def test_a_prefill_that_fails_behind_its_decodes_end_changes_nothing(rig):
+    client, prefill, answer = begun(rig)
+    answer.feed(rig.chunk("hi"), rig.complete("hi"))
+    answer.trailers()
+    assert not answer.ended
+    rig.refused(prefill, 13, b"lost")
+    answer.look()
+    assert answer.ended
+    assert events(answer.body)[-1] == "[DONE]"
+    assert end(rig, client, answer).code == ""
 
 
 def test_a_stop_string_ends_the_answer_and_the_engines_work(rig):

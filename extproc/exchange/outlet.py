@@ -61,6 +61,9 @@ class Late(Protocol):
     def received(self, chunk: bytes) -> None:
         """A piece of the body that it found."""
 
+    def ended(self) -> None:
+        """That was the last piece, and there are no trailers."""
+
     def trailers(self, headers: Iterable[HeaderValue]) -> None:
         """The trailers that it found; Envoy waits for our word on them."""
 
@@ -165,6 +168,9 @@ class LateReply:
 
     def received(self, chunk: bytes) -> None:
         """See Late. What a worker still says is not the client's answer."""
+
+    def ended(self) -> None:
+        """See Late. The client's answer has an end of its own."""
 
     def trailers(self, headers: Iterable[HeaderValue]) -> None:  # noqa: ARG002 - Late's signature
         """See Late."""

@@ -23,7 +23,7 @@ from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import call_reply
 from extproc.exchange.rpc import RpcRequest, told
 from extproc.exchange.rpc_choice import RpcAloneChoice
-from extproc.exchange.rpc_failures import Verdict, cut_short, verdict_of
+from extproc.exchange.rpc_failures import Verdict, cut_short, unsaid, verdict_of
 from extproc.exchange.rpc_relayed import RpcRelayedCourse
 from extproc.exchange.rpc_reply import RpcReply
 from extproc.handoff.grpc import Sequences
@@ -134,12 +134,13 @@ class RpcDirectCourse(DirectCourse):
         head = AnswerHead.of(fields)
         pairs = [(field.key.encode("latin-1"), field.raw_value) for field in fields]
         verdict = None if head.code is not None else verdict_of(pairs)
-        if head.code is not None or head.status != 200 or verdict is None or verdict.code == 0:
+        if head.code is not None or head.status != 200 or verdict is None:
             self._headed(head)
             return
         # The reporter of a fail-over: who answered is known only after this.
         self._refused_names = [name for name, _ in pairs if not name.startswith(b":")]
-        error = self._said = verdict.failure(self._answering(head.upstream))
+        worker = self._answering(head.upstream)
+        error = self._said = verdict.failure(worker) if verdict.code else unsaid(worker)
         self._headed(head._replace(status=error.status), error)
 
     def _answering(self, endpoint: str | None) -> Worker:
@@ -207,6 +208,12 @@ class RpcDirectCourse(DirectCourse):
         super().prefill_answered(leg, body)
         if self._reply is not None:
             self._reply.prefilled()
+
+    def prefill_failed(self, leg: PrefillLeg, error: GatewayError) -> None:
+        """See PrefillEvents."""
+        if self._reply is not None:
+            self._reply.prefill_failed()
+        super().prefill_failed(leg, error)
 
     def _hand_over(self, answer: bytes) -> bool:
         if not answer and self._transcoder is not None:

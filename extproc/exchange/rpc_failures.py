@@ -64,6 +64,12 @@ def cut_short(worker: Worker) -> GatewayError:
     return GatewayError(f"{name}_connection_lost", message)
 
 
+def unsaid(worker: Worker) -> GatewayError:
+    """The error for a call that ended well, with a head that is all there is of it."""
+    message = f"{worker.role.value} worker {worker.name} ended the call without an answer"
+    return GatewayError("decode_bad_reply", message)
+
+
 def refusal_of(worker: Worker, status: int, headers: Sequence[Header]) -> GatewayError | None:
     """What a head means that is no call's answer, or all of it and an error; None for any other.
 

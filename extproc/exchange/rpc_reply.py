@@ -105,6 +105,11 @@ class RpcReply:
         elif self.heard and not self.over:  # what waited for it
             self.received(b"")
 
+    def prefill_failed(self) -> None:
+        """The prefill has failed. A decode that has said all has had what it needed of it: its answer ends well."""
+        if self._trailers is not None and not self._transcoder.waits:
+            self.prefilled()
+
     def fail(self, error: GatewayError) -> None:
         """The answer cannot be completed."""
         if self.over:
@@ -147,6 +152,11 @@ class RpcReply:
             self._complete(given, sooner=True)
         elif given:
             self._say(given)
+
+    def ended(self) -> None:
+        """See Late. A call that has no trailers was cut on its way, whatever its messages say."""
+        if not self.over:
+            self._end()
 
     def trailers(self, headers: Iterable[HeaderValue]) -> None:
         """See Late. The end of the answer may have to wait for the prefill's word."""

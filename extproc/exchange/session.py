@@ -159,6 +159,8 @@ class Session:
         if kind == "response_body":  # the second call alone is shown it
             if late is not None:
                 late.received(request.response_body.body)
+                if request.response_body.end_of_stream:
+                    late.ended()
         elif kind == "response_headers":
             if self._course is not None:
                 self._course.response_headers(request.response_headers.headers.headers)
