@@ -63,14 +63,17 @@ class Texts:
 
     def __init__(self):
         self.later = False
+        self.gone = False
+        self.asked = []  # for which models prompts were made tokens
         self.error = None
         self.waiting = []  # what is to be called
         self.cancelled = 0
 
     def of(self, model):  # noqa: ARG002
-        return Letters()
+        return None if self.gone else Letters()
 
     def prepare(self, asked, then):
+        self.asked.append(asked.model)
         prompts = asked.prompts or ("".join(str(message["content"]) for message in asked.chat.messages),)
         made = self.error or tuple(
             Prepared(prompt, tuple(ids(prompt))) if isinstance(prompt, str) else Prepared("", prompt)

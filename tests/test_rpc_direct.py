@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fakes import mutated, rejection, released, worker
-from rpc_rig import Answer, RpcRig, ids
+from rpc_rig import Answer, RpcRig, ids, rpc_worker
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
@@ -512,6 +512,28 @@ def test_the_requests_time_is_over_meanwhile(rig):
     assert rejection(client)[0] == 504
     assert rig.texts.cancelled == 1
     client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_a_tokenizer_that_is_taken_away_meanwhile(rig):
+    rig.texts.later = True
+    client = rig.post(PATH, CHAT)
+    rig.texts.gone = True
+    rig.texts.waiting.pop()()
+    status, headers, _ = rejection(client)
+    assert (status, headers["x-pd-error-code"]) == (503, "tokenizer_not_found")
+    end(rig, client)
+
+
+def test_a_request_that_names_no_model_goes_where_its_tokens_are_known():
+    others = [rpc_worker(role, port, model_ids=("other",)) for role, port in ((Role.PREFILL, 3), (Role.DECODE, 13))]
+    rig = RpcRig("sglang", *others)
+    for _ in range(4):
+        client = rig.post("/generate", {"text": "Say hi"})
+        assert rig.texts.asked[-1] == "tiny"
+        assert released(client)[2][0] in ("127.0.0.1:11", "127.0.0.1:12")
+        client.close()
+        rig.clock.advance(1)
     rig.assert_nothing_is_left()
 
 

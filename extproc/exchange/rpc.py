@@ -75,6 +75,20 @@ class Rpc:
             return False
         return any(self._some(placer.usable(request.model, role)) for role in (Role.PREFILL, Role.DECODE))
 
+    def named(self, placer: Placer, request: InferenceRequest) -> InferenceRequest:
+        """``request``, or where it names no model the same for one that a pair serves: what is tokens, is one model's.
+
+        The body stays as it is. Unchanged where there is none, or no tokenizer.
+        """
+        if request.model is not None:
+            return request
+        workers = placer.usable(None, Role.PREFILL)
+        models = dict.fromkeys(model for worker in workers if worker.over_grpc for model in worker.model_ids)
+        for model in models:
+            if self.texts.of(model) is not None and placer.has_pair(model, (), None):
+                return request._replace(model=model)
+        return request
+
     def answers(self, placer: Placer, request: InferenceRequest) -> bool:
         """Whether a request about texts and tokens is answered here: nobody but gRPC workers has the model."""
         if request.api.name not in _HERE:

@@ -488,7 +488,7 @@ class Session:
         record.samples = request.samples
         rpc = self.gateway.rpc
         if rpc is not None and rpc.workers and rpc.may_serve(self.gateway.placer, request):
-            self._tokenise(rpc, head, request)
+            self._tokenise(rpc, head, rpc.named(self.gateway.placer, request))
             return None
         if rpc is not None and rpc.workers and rpc.answers(self.gateway.placer, request):
             self._wait_for(partial(rpc.endpoints.answer, api, raw, request.model), self._answer)
@@ -558,7 +558,8 @@ class Session:
             self._otherwise(rpc, head, request, outcome)
             return
         tokenizer = rpc.texts.of(request.model)
-        assert tokenizer is not None, "it has just tokenised the prompts"
+        if tokenizer is None:
+            raise GatewayError("tokenizer_not_found", "the model's tokenizer was taken away meanwhile")
         self._rpc = RpcRequest(rpc, request, asked, outcome, self.record, tokenizer)
         course = self._place(head, request)
         if course is not None:
