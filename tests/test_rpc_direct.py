@@ -128,6 +128,18 @@ def test_a_whole_answer(rig):
     assert (record.status, record.code, record.handoff) == (200, "", "sglang")
 
 
+def test_a_list_of_one_prompt_is_one_prompt_for_completions(rig):
+    client = rig.post("/v1/completions", {"model": "tiny", "prompt": ["Say hi"], "max_tokens": 9})
+    released(client)
+    rig.answered(rig.prefills[0], rig.complete("h"))
+    client.decode_head(headers=HEAD)
+    answer = Answer(rig, client)
+    answer.feed(rig.complete("hi"))
+    answer.trailers()
+    assert [choice["text"] for choice in json.loads(answer.body)["choices"]] == ["hi"]
+    end(rig, client, answer)
+
+
 def test_a_stream_ends_with_the_prefills_counts(rig):
     client, prefill, answer = begun(rig)
     answer.feed(rig.chunk("h"))

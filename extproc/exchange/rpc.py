@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
 from extproc.apis.request import MAX_PROMPTS, InferenceRequest
-from extproc.apis.table import COUNT_TOKENS, DETOKENIZE, TOKENIZE, Api
+from extproc.apis.table import COUNT_TOKENS, DETOKENIZE, GENERATE, TOKENIZE, Api
 from extproc.engines.sequences import sequences
 from extproc.engines.table import engine_of
 from extproc.errors import GatewayError
@@ -148,8 +148,8 @@ class RpcRequest:
 
     @property
     def is_single(self) -> bool:
-        """One leg of each kind gives all of the answer."""
-        return self.count == 1 and not self._asked.batched
+        """One leg of each kind gives all of the answer, as it is."""
+        return self.count == 1 and not (self._asked.batched and self._request.api is GENERATE)
 
     def check_size(self, limit: int) -> None:
         """See that there are not too many sequences, and their legs' bodies together no larger than ``limit`` bytes.
