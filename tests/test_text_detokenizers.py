@@ -161,6 +161,7 @@ def test_a_tokenizer_written_in_python_serves_too(tmp_path):
     pieces = [detokenizer.add([one]) for one in ids]
     assert ("".join(pieces) + detokenizer.end(), "\ufffd" in "".join(pieces)) == (text, False)
     assert tokenizer.token(ids[0]) == ("l", b"l")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size]) == text
 
 
 def test_loading_asks_no_network(tmp_path, monkeypatch):

@@ -425,6 +425,18 @@ def test_what_is_no_reply_is_refused(data: bytes) -> None:
     assert ended_with_an_error(transcoder.feed(data), "decode_bad_reply")
 
 
+def test_tokens_of_the_model_that_the_tokenizer_has_not_have_no_text() -> None:
+    """Models have some more, to fill up."""
+    more, body = len(TOKENS) + 2, {"messages": [{"role": "user", "content": "hi"}]}
+    for stream in (True, False):
+        transcoder = transcoder_of(asked_of(CHAT, body | {"stream": stream}), vocabulary=more)
+        given = transcoder.feed(reply([chunk([HELLO, more - 1]), complete([HELLO, more - 1])])) + transcoder.end(0)
+        assert b"error" not in given
+        assert b'"Hello"' in given
+    with pytest.raises(GatewayError):
+        transcoder_of(asked_of(CHAT, body), vocabulary=more).feed(reply([chunk([more])]))
+
+
 def test_a_body_of_tokens_beyond_the_vocabulary_is_refused() -> None:
     with pytest.raises(GatewayError) as caught:
         chat(stream=False).feed(reply([complete([HELLO, len(TOKENS)])]))

@@ -42,7 +42,7 @@ class SmallDetokenizer:
 
     def add(self, ids: Sequence[int]) -> str:
         kept = [one for one in ids if not (self._skip_special and one in SPECIAL)]
-        return self._decoder.decode(b"".join([TOKENS[one] for one in kept]))
+        return self._decoder.decode(b"".join([TOKENS[one] for one in kept if one < len(TOKENS)]))
 
     def end(self) -> str:
         return self._decoder.decode(b"", final=True)

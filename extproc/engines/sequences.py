@@ -36,8 +36,7 @@ def sequences(
     samplings = [_filled(sampling, defaults) for sampling in asked.samplings or (asked.sampling,)]
     if labels.get("skip_tokenizer_init") == "true":  # such a server takes no stop strings: those are found here alone
         samplings = [replace(sampling, stop=()) for sampling in samplings]
-    size = labels.get("vocab_size", "")
-    vocabulary = int(size) if size.isdecimal() else LARGEST_ID
+    vocabulary = vocabulary_of(labels) or LARGEST_ID
     for prompt in asked.prompts:
         if not isinstance(prompt, str):
             _check_known(prompt, vocabulary, asked.api.ids_keys[0])
@@ -64,6 +63,12 @@ def sequences(
                 )
             )
     return tuple(found)
+
+
+def vocabulary_of(labels: Mapping[str, str]) -> int | None:
+    """How many tokens a worker's model has; None where it does not say."""
+    size = labels.get("vocab_size", "")
+    return int(size) if size.isdecimal() else None
 
 
 def _filled(sampling: Sampling, defaults: Mapping[str, Any]) -> Sampling:

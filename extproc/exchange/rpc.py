@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from extproc.apis.request import MAX_PROMPTS, InferenceRequest
 from extproc.apis.table import COUNT_TOKENS, DETOKENIZE, GENERATE, TOKENIZE, Api
-from extproc.engines.sequences import sequences
+from extproc.engines.sequences import sequences, vocabulary_of
 from extproc.engines.table import engine_of
 from extproc.errors import GatewayError
 from extproc.exchange.record import Record
@@ -184,6 +184,7 @@ class RpcRequest:
             created=self._created,
             sampling=asked.samplings[prompt] if asked.samplings else None,
             now=self._rpc.wall,
+            vocabulary=vocabulary_of(worker.labels) or 0,
         )
 
     def answer(self) -> JoinedAnswer:

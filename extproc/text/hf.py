@@ -172,7 +172,8 @@ class HfTokenizer:
         if self._rust is not None:
             text: str = self._rust.decode(ids, skip_special_tokens=skip_special)
             return text
-        return str(self._loaded.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+        known = [one for one in ids if one < self.vocab_size]  # others have no text, as those of the library
+        return str(self._loaded.decode(known, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
 
     def _style(self, template: str) -> Style:
         style = self._styles.get(template)

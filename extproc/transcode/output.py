@@ -50,6 +50,8 @@ class Output:
         tokenizer: the model's.
         prompt_ids: the prompt.
         rows: takes the log probabilities; None where none are asked for.
+        vocabulary: how many tokens the model has, where that is known: often more than the tokenizer, and these have no
+            text.
 
     Attributes:
         count: how many tokens there are, as usage counts them.
@@ -65,7 +67,12 @@ class Output:
     )  # fmt: skip
 
     def __init__(
-        self, sampling: Sampling, tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Rows | None = None
+        self,
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        rows: Rows | None = None,
+        vocabulary: int = 0,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer(
             prompt_ids,
@@ -75,7 +82,7 @@ class Output:
         self._stops = StopFinder(sampling.stop, include=sampling.include_stop) if sampling.stop else None
         self._trims = not sampling.include_stop
         self._ends = _ends(sampling, tokenizer)
-        self._limit = tokenizer.vocab_size
+        self._limit = max(tokenizer.vocab_size, vocabulary)
         self._min_tokens = sampling.min_tokens
         self._empty = sampling.max_tokens == 0  # an engine that hands a cache over makes a token nevertheless
         self._rows = rows

@@ -51,6 +51,7 @@ class Transcoder:
         index: of the choice.
         sampling: of this sequence, where it is not ``asked.sampling``.
         now: seconds since the epoch, for the times that ``/generate`` tells; without it, it tells none.
+        vocabulary: how many tokens the model has, as the decode worker says; 0: it does not.
 
     Attributes:
         content_type: of the answer.
@@ -73,6 +74,7 @@ class Transcoder:
         index: int = 0,
         sampling: Sampling | None = None,
         now: Callable[[], float] | None = None,
+        vocabulary: int = 0,
     ) -> None:
         sampling = sampling or asked.sampling
         context = Context(asked, sampling, prepared, tokenizer, engine.runtime, id, model, created, index)
@@ -85,7 +87,7 @@ class Transcoder:
         self._event_of = engine.event
         self._frames = Frames()
         self._writer = _writer(context, now)
-        self._output = Output(sampling, tokenizer, prepared.ids, self._writer.rows)
+        self._output = Output(sampling, tokenizer, prepared.ids, self._writer.rows, vocabulary)
         self._tally = Tally(self._prompt_tokens)
         self._waits = _needs_prompt_logprobs(asked)
         self._own_prompt: PromptLogprobs | None = None  # what the decode says of it
