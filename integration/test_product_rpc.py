@@ -226,6 +226,18 @@ async def test_an_error_behind_the_first_token_is_an_event(product: RpcProduct) 
     assert product.records.all[-1].code == "decode_failed"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_ends_well_and_has_said_nothing(product: RpcProduct, stream: bool) -> None:  # noqa: FBT001
+    async def behave(_leg: Leg) -> None:
+        pass
+
+    for mock in product.decodes:
+        mock.behave = behave
+    async with asyncio.timeout(20):
+        reply = await product.post("/v1/chat/completions", STREAM if stream else CHAT)
+    assert (reply.status, reply.code) == (502, "decode_bad_reply")
+
+
 @pytest.mark.parametrize(("stream", "begun"), [(False, False), (True, False), (True, True)])
 async def test_a_client_that_leaves(product: RpcProduct, stream: bool, begun: bool) -> None:  # noqa: FBT001
     ids = product.answer
