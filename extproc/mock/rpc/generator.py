@@ -6,9 +6,11 @@ As the engines' Python servers do it, the call's initial metadata goes out with 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -84,6 +86,8 @@ class Generator(Generic[AnySequence]):
         self.answering += 1
         try:
             call.fault = await self._fault(call)
+            if call.fault is not None and call.fault.status is not None:
+                self._turn_away(call.leg, call.fault.status)
             await call.begin()
             async for message in self._messages(call):
                 data = await call.framed(message)
@@ -114,6 +118,15 @@ class Generator(Generic[AnySequence]):
         except FaultError as error:
             await call.fail(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
+
+    def _turn_away(self, leg: Leg, status: int) -> None:
+        """What a server does with a request that it fails itself, which is not so where it cannot be reached."""
+        if code_of(status) is grpc.StatusCode.UNAVAILABLE:
+            return
+        api = self._api(leg.message, leg)
+        with contextlib.suppress(RequestError, CrashError):
+            api.batch()
+        api.rejected()
 
     async def _messages(self, call: _Call) -> AsyncIterator[Any]:
         """What the engine answers."""
@@ -159,7 +172,7 @@ class Generator(Generic[AnySequence]):
         self, call: _Call, api: Api[AnySequence], batch: Batch[AnySequence], pace: Pace
     ) -> AsyncIterator[Any]:
         await asyncio.gather(
-            *(_unless_aborted(self._engine.complete(each, pace), api, each) for each in batch.sequences)
+            *(_unless_aborted(partial(self._engine.complete, each, pace), api, each) for each in batch.sequences)
         )
         for sequence in batch.sequences:
             await self._check(call, api, batch, sequence)
@@ -169,7 +182,7 @@ class Generator(Generic[AnySequence]):
     async def _steps(self, api: Api[AnySequence], sequence: AnySequence, pace: Pace) -> AsyncIterator[AnySequence]:
         """A sequence after each token; also once an abort has ended what its engine goes on with."""
         run = self._engine.run(sequence, pace)
-        yield await _unless_aborted(anext(run), api, sequence) or sequence
+        yield await _unless_aborted(partial(anext, run), api, sequence) or sequence
         if sequence.finish is None:
             async for _ in run:
                 yield sequence
@@ -267,12 +280,14 @@ class _Call:
             raise CutError
 
 
-async def _unless_aborted(work: Awaitable[Result], api: Api[AnySequence], sequence: AnySequence) -> Result | None:
+async def _unless_aborted(
+    work: Callable[[], Awaitable[Result]], api: Api[AnySequence], sequence: AnySequence
+) -> Result | None:
     """The work's result; None where a sequence is aborted in what its engine brings to an end all the same."""
     stopper = sequence.stopper
     if stopper is None:
-        return await work
-    task = asyncio.ensure_future(work)
+        return await work()
+    task = asyncio.ensure_future(work())
     try:
         await asyncio.wait((task, stopper), return_when=asyncio.FIRST_COMPLETED)
         if task.done() or not api.goes_on(sequence):

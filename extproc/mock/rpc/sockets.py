@@ -6,12 +6,10 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 def peer_port(peer: str) -> int:
@@ -19,13 +17,12 @@ def peer_port(peer: str) -> int:
     return int(peer.rpartition(":")[2])
 
 
-def reset(port: int, peer: int | None = None) -> None:
-    """Reset the connections accepted on ``port``: that from the peer's port ``peer``, or all."""
+def cut(port: int, peer: int | None = None) -> None:
+    """Break off the connections accepted on ``port``: that from the peer's port ``peer``, or all."""
     for connection in _copies():
         with connection, contextlib.suppress(OSError):
             if connection.getsockname()[1] == port and peer in (None, connection.getpeername()[1]):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                connection.shutdown(socket.SHUT_RD)  # the server finds it closed, and closes it
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _copies() -> Iterator[socket.socket]:

@@ -87,7 +87,7 @@ class RpcMock(RpcServer, Observed):
         self._backend.kill()
         server, self._server = self._server, None
         if server is not None:
-            sockets.reset(self.port)
+            sockets.cut(self.port)
             self._ending = asyncio.get_running_loop().create_task(server.stop(0))
 
     async def _open(self) -> None:
@@ -110,6 +110,11 @@ class RpcMock(RpcServer, Observed):
         self._generator.pace = pace
 
     @property
+    def running(self) -> int:
+        """How many sequences its engine has."""
+        return len(self._backend.engine.live)
+
+    @property
     def rooms(self) -> int:
         """How many rooms of a prefill are not empty."""
         return len(self._rooms.bootstrap.rooms)
@@ -123,6 +128,10 @@ class RpcMock(RpcServer, Observed):
     def expired(self) -> int:
         """How many pins have ended by their lease."""
         return self._vllm.pins.expired
+
+    def expire(self) -> None:
+        """Let go of all blocks that are kept, as when leases end."""
+        self._vllm.pins.clear()
 
     @property
     def fetched(self) -> int:
@@ -162,7 +171,7 @@ class RpcMock(RpcServer, Observed):
         return self._backend.engine
 
     def _cut(self, peer: str) -> None:
-        sockets.reset(self.port, sockets.peer_port(peer))
+        sockets.cut(self.port, sockets.peer_port(peer))
 
     # --- methods ---
 
