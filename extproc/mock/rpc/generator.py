@@ -25,6 +25,7 @@ from extproc.mock.rpc.api import Api, code_of
 from extproc.mock.runner import cancel, merged, paced
 
 Result = TypeVar("Result")
+_LEAVING = 0.02  # seconds in which gRPC has written what it was given: it does not say when
 
 
 @dataclass(slots=True, eq=False)
@@ -274,6 +275,7 @@ class _Call:
         if point in (fault.hang, fault.drop):
             self.cut = True
             if fault.drop is point:
+                await asyncio.sleep(_LEAVING)
                 self._reset(self._context.peer())
             await asyncio.Event().wait()
         if fault.truncate and point is Point.MID_BODY:
