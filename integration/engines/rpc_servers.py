@@ -76,7 +76,7 @@ def _sglang(role: str, port: int, registered: dict[str, Any], *arguments: str) -
         f"rpc-sglang-{role}",
         port,
         (*command, "--port", str(port), *sglang_servers.COMMON, *mode),
-        sglang_servers.ENVIRONMENT,
+        {**sglang_servers.ENVIRONMENT, "SMG_SGLANG_SERVICER_WARMUP": "off"},  # 50 prompts: half a minute on a CPU
         "",
     )
     server.registration = {"url": server.url, "worker_type": role, **registered}
@@ -85,7 +85,7 @@ def _sglang(role: str, port: int, registered: dict[str, Any], *arguments: str) -
 
 def _vllm(kind: str, role: str, kv_role: str, ports: dict[str, Any]) -> RpcServer:
     config: dict[str, Any] = {"kv_connector": CONNECTORS[kind], "kv_role": kv_role}
-    environment = dict(vllm_servers.ENVIRONMENT)
+    environment = {**vllm_servers.ENVIRONMENT, "SMG_VLLM_SERVICER_WARMUP": "off"}
     if kind == "nixl":
         config |= {"kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())  # unique on a machine

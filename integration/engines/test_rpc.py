@@ -26,6 +26,15 @@ from vllm_rig import fresh
 
 pytestmark = pytest.mark.engines
 REFUSED = {"chat_echo": "echo", "completion_beam": "use_beam_search"}
+# Of SGLang's own API; the first is asked for beside what the others ask for.
+SGLANG_REFUSED = {
+    "generate_logprobs": "token_ids_logprob",
+    "generate_logprobs_flat": "return_flat_raw_top_logprobs",
+    "generate_logprobs_batch_mixed": "return_logprob",
+}
+# With no alternatives SGLang's completions tell nothing of an echoed prompt, vLLM's and ours do. An aggregated server
+# that is to write nothing tells the probabilities of the token it did not write; of a pair, the decode does not know.
+OTHERWISE = {"completions_echo_zero", "generate_logprobs_max0"}
 VLLM_CASES = {
     **{name: (CHAT_PATH, body) for name, body in CHATS.items()},
     **{name: (COMPLETIONS_PATH, body) for name, body in COMPLETION_CASES.items()},
@@ -81,18 +90,75 @@ async def test_what_vllm_cannot_be_told(name: str, rpc_pair: RpcPair, client: ai
     assert (response.status, error["code"], error["param"]) == (400, "unsupported_parameter", REFUSED[name])
 
 
-@pytest.mark.parametrize("name", list(SGLANG_CASES))
-async def test_sglang_answers_as_one_server(
+def essence(answer: str) -> Any:
+    """What SGLang's answer in OpenAI's form has in common with the one made here, whose other members are vLLM's."""
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    tokens: dict[int, list[Any]] = {}
+    usage: Any = None
+    for chunk in [json.loads(answer)] if answer.startswith("{") else sglang_answers.events(answer):
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            part = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+            texts[index] = texts.get(index, "") + (part.get("content") or "")
+            ends[index] = choice["finish_reason"] or ends.get(index)
+            tokens.setdefault(index, []).extend(_logprobs(choice.get("logprobs")))
+    counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")} if usage else None
+    return texts, ends, tokens, counts
+
+
+def _logprobs(found: Any) -> list[Any]:
+    """The log probability of each token."""
+    if not found:
+        return []
+    values = [entry["logprob"] for entry in found["content"]] if "content" in found else found["token_logprobs"]
+    return [None if value is None else round(value, 3) for value in values]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (path, _) in SGLANG_CASES.items() if path != "/generate" and name not in OTHERWISE]
+)
+async def test_sglang_says_what_one_server_says(
     name: str, rpc_pair: RpcPair, single: Server, client: aiohttp.ClientSession
 ) -> None:
     wants(rpc_pair, "sglang")
     path, body = SGLANG_CASES[name]
+    ours, theirs = [await post(client, url, path, body) for url in (rpc_pair.url, single.url)]
+    assert essence(ours) == essence(theirs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, (path, _) in SGLANG_CASES.items()
+        if path == "/generate" and name not in OTHERWISE | (SGLANG_REFUSED.keys() - {"generate_logprobs"})
+    ],
+)
+async def test_sglangs_own_api_answers_as_one_server(
+    name: str, rpc_pair: RpcPair, single: Server, client: aiohttp.ClientSession
+) -> None:
+    wants(rpc_pair, "sglang")
+    path, body = SGLANG_CASES[name]
+    body = {key: value for key, value in body.items() if key != "token_ids_logprob"}
     answers = [await post(client, url, path, body) for url in (rpc_pair.url, single.url)]
     if body.get("stream"):
         ours, theirs = [sglang_answers.accumulated(answer) for answer in answers]
     else:
         ours, theirs = [sglang_answers.without_run(json.loads(answer)) for answer in answers]
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", list(SGLANG_REFUSED))
+async def test_what_sglang_cannot_be_told(name: str, rpc_pair: RpcPair, client: aiohttp.ClientSession) -> None:
+    wants(rpc_pair, "sglang")
+    path, body = SGLANG_CASES[name]
+    if name != "generate_logprobs":
+        body = {key: value for key, value in body.items() if key != "token_ids_logprob"}
+    async with client.post(rpc_pair.url + path, json=body) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["code"], error["param"]) == (400, "unsupported_parameter", SGLANG_REFUSED[name])
 
 
 # -- what holds for each pair -----------------------------------------------------------------------------------------
@@ -119,8 +185,7 @@ async def test_a_long_prompt_is_prefilled_and_handed_over(
     async with client.post(rpc_pair.url + CHAT_PATH, json=body) as response:
         ours = await response.text()
         assert response.status == 200, ours
-        handed = response.headers.get("x-pd-kv")
-    assert handed == ("handed" if rpc_pair.engine == "vllm" else None)
+        assert response.headers["x-pd-kv"] == "handed"
     assert text_of(ours) == text_of(await post(client, single.url, CHAT_PATH, body)) != ""
     for server in (rpc_pair.prefill, rpc_pair.decode):
         await seconds_until(server, rpc_pair.engine, busy=False)
