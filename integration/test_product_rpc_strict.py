@@ -248,7 +248,9 @@ class TestFailures:
     async def test_a_prefill_that_breaks_off_ends_the_decode(self, flow: StrictProduct) -> None:
         fail(flow.prefill, Fault(drop=Point.BEFORE_HEAD))
         reply = await flow.post(CHAT_PATH, CHAT)
-        assert (reply.status, reply.code) == (502, "prefill_connection_lost"), reply.body
+        # It breaks off when it has sent the cache: a decode that runs beside it may have finished by then.
+        beside = [] if flow.flow == "nixl" else [(200, None)]
+        assert (reply.status, reply.code) in [(502, "prefill_connection_lost"), *beside], reply.body
         if flow.flow == "nixl":  # nobody has heard where they are
             flow.prefill.expire()
 
