@@ -26,7 +26,7 @@ def test_header_mutations(pairs, removed):
         assert [name.encode() for name in change.remove_headers] == removed
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 127, 128, 129, 16_383, 16_384, 20_000_000])
+@pytest.mark.parametrize("size", [0, 1, 100, 127, 128, 129, 300, 16_371, 16_372, 16_373, 16_383, 16_384, 20_000_000])
 @pytest.mark.parametrize("end", [True, False])
 def test_streamed_bodies(size, end):
     body = b"x" * size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from struct import Struct
 from typing import Final
 
 from extproc.names import DESTINATION, METADATA_NAMESPACE, PROGRESS_NAMESPACE, UPSTREAM, WATCHED
@@ -17,6 +18,8 @@ from extproc.names import DESTINATION, METADATA_NAMESPACE, PROGRESS_NAMESPACE, U
 _OVERWRITE: Final = b"\x18\x02"  # HeaderValueOption.append_action = OVERWRITE_IF_EXISTS_OR_ADD
 BODY_CHUNK: Final = 1 << 16  # streamed replies leave in pieces of at most this size, well below gRPC's 4 MB default
 _ONE_BYTE: Final = tuple(bytes((value,)) for value in range(0x80))
+_STREAMED: Final = Struct("<BHBHBHBHBH")  # five tags and lengths, one within the other
+_LEAST, _MOST = 0x80, 0x4000 - 12  # a body whose lengths, also with the tags around it, are varints of two bytes
 
 
 def varint(value: int) -> bytes:
@@ -126,6 +129,8 @@ def relayed_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 def response_body_replies(chunk: bytes, *, end: bool) -> list[bytes]:
     """``ProcessingResponse.response_body`` messages that put pieces of ours in the place of a streamed body."""
+    if len(chunk) <= BODY_CHUNK:  # a token's event
+        return [_streamed_body(4, chunk, end=end)]
     pieces = _pieces(chunk)
     last = len(pieces) - 1
     return [_streamed_body(4, piece, end=end and at == last) for at, piece in enumerate(pieces)]
@@ -159,6 +164,11 @@ def _mutation(number: int, mutation: bytes) -> bytes:
 
 def _streamed_body(number: int, body: bytes, *, end: bool) -> bytes:
     """BodyResponse{response{body_mutation{streamed_response{body, end_of_stream}}}}, the body copied once."""
+    size = len(body)
+    if _LEAST <= size < _MOST and not end:  # a token's event: all five lengths take two bytes
+        lengths = size + 12, size + 9, size + 6, size + 3, size
+        five, four, three, two, one = [length * 2 - (length & 0x7F) | 0x80 for length in lengths]
+        return _STREAMED.pack(number << 3 | 2, five, 0x0A, four, 0x1A, three, 0x1A, two, 0x0A, one) + body
     tail = b"\x10\x01" if end else b""
     head = b"\x0a" + varint(len(body)) if body else b""
     streamed = len(head) + len(body) + len(tail)
