@@ -268,7 +268,7 @@ compose_vllm() {
     environment+=("VLLM_MOONCAKE_BOOTSTRAP_PORT=${bootstrap_ports[$1]}")
   fi
   command=(vllm serve "$model")
-  [[ $scheme == http ]] || command=("$PYTHON" -m vllm.entrypoints.grpc_server --model "$model")
+  [[ $scheme == http ]] || command+=(--grpc)
   command+=(--host "$HOST" --port "${ports[$1]}")
   ((TP_SIZE == 1)) || command+=(--tensor-parallel-size "$TP_SIZE")
   ((DP_SIZE == 1)) || command+=(--data-parallel-size "$DP_SIZE")
