@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: %s\r\naccept: application/json\r\nuser-agent: pd-extproc-bench\r\n"
@@ -32,10 +32,11 @@ class Load:
 class LoadGenerator:
     """Connections to one address; each sends its next request as soon as it has its answer.
 
-    ``expected`` is the exact response body: a system that loses, adds or mixes up bytes is a failure, not a fast one.
+    ``expected`` is the exact response body, or says what is wrong with one: a system that loses, adds or mixes up bytes
+    is a failure, not a fast one.
     """
 
-    def __init__(self, port: int, expected: bytes) -> None:
+    def __init__(self, port: int, expected: bytes | Callable[[bytes], str | None]) -> None:
         self.host = b"127.0.0.1:%d" % port
         self.expected = expected
         self._port = port
@@ -170,7 +171,7 @@ class _Connection(asyncio.Protocol):
         self._generator.next(self)
 
 
-def verify(answer: bytes, expected: bytes) -> str | None:
+def verify(answer: bytes, expected: bytes | Callable[[bytes], str | None]) -> str | None:
     """What is wrong with the whole ``answer``, or None."""
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head[9:12]
@@ -181,6 +182,8 @@ def verify(answer: bytes, expected: bytes) -> str | None:
             body = dechunk(body)
         except ValueError as error:
             return f"bad chunked body: {error}"
+    if not isinstance(expected, bytes):
+        return expected(body)
     if body != expected:
         return f"body differs: {len(body)} bytes that end in {body[-40:]!r}, not {len(expected)}"
     return None

@@ -24,6 +24,13 @@ class Kind(Enum):
 
     SGLANG = "sglang"  # both legs at once, meeting in a room
     VLLM = "vllm"  # NIXL: prefill, then decode with what the prefill answered
+    SGLANG_GRPC = "sglang-grpc"  # the same over gRPC: the gateway makes tokens of prompts and text of tokens
+    VLLM_GRPC = "vllm-grpc"
+
+    @property
+    def is_grpc(self) -> bool:
+        """Whether workers take tokens over gRPC instead of JSON over HTTP."""
+        return self in (Kind.SGLANG_GRPC, Kind.VLLM_GRPC)
 
 
 class Client(Protocol):

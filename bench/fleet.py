@@ -36,6 +36,7 @@ class Fleet:
     child: Child
     prefill_ports: list[int]
     decode_ports: list[int]
+    counts_ports: list[int]  # in the same order, where they tell what they received
 
     @classmethod
     async def start(cls, folder: Path, kind: Kind) -> Self:
@@ -47,18 +48,20 @@ class Fleet:
         if not line:
             raise RuntimeError(f"the workers did not start\n{child.tail()}")
         ports = json.loads(line)
-        return cls(kind, child, ports["prefill"], ports["decode"])
+        counts = ports.get("counts", ports["prefill"] + ports["decode"])
+        return cls(kind, child, ports["prefill"], ports["decode"], counts)
 
     async def stop(self) -> None:
         await self.child.stop()
 
     async def seen(self) -> tuple[Seen, Seen]:
         """What the prefill and the decode workers received until now."""
-        return await _sum(self.prefill_ports), await _sum(self.decode_ports)
+        prefills = len(self.prefill_ports)
+        return await _sum(self.counts_ports[:prefills]), await _sum(self.counts_ports[prefills:])
 
     async def legs(self) -> list[int]:
         """Legs that each worker received until now, prefill workers first."""
-        return [(await _counts(port)).legs for port in self.prefill_ports + self.decode_ports]
+        return [(await _counts(port)).legs for port in self.counts_ports]
 
 
 async def _sum(ports: list[int]) -> Seen:

@@ -6,12 +6,14 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench import sglang, vllm
+from bench import rpc, sglang, vllm
 from bench.client import Load, LoadGenerator
 from bench.engine import Kind
 from bench.prompts import Answer, Prompts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bench.fleet import Fleet, Seen
     from bench.systems import Running
 
@@ -38,8 +40,10 @@ class Case:
     kind: Kind = Kind.SGLANG
 
     @property
-    def expected(self) -> bytes:
-        """The body that a right answer has, to the byte."""
+    def expected(self) -> bytes | Callable[[bytes], str | None]:
+        """The body that a right answer has, to the byte; where the gateway makes it, what finds fault with one."""
+        if self.kind.is_grpc:
+            return rpc.Check(streamed=self.answer.streamed)
         engine = vllm if self.kind is Kind.VLLM else sglang
         return b"".join(engine.stream_events("decode")) if self.answer.streamed else engine.chat_answer("decode")
 
@@ -63,6 +67,10 @@ CASES = (
     Case("vllm-small", "small chat, NIXL", 0, Answer.WHOLE, requests={1: 1000, 32: 4000}, kind=Kind.VLLM),
     Case("vllm-stream", "200 chunks, NIXL", 0, Answer.PACED, requests={1: 6, 32: 128}, kind=Kind.VLLM),
     Case("vllm-220k", "220 KB, NIXL", 220_000, Answer.WHOLE, requests={1: 200, 32: 400}, kind=Kind.VLLM),
+    Case("grpc-small", "small chat, gRPC", 0, Answer.WHOLE, requests={1: 500, 32: 2000}, kind=Kind.SGLANG_GRPC),
+    Case("grpc-stream", "200 tokens, gRPC", 0, Answer.PACED, requests={1: 6, 32: 128}, kind=Kind.SGLANG_GRPC),
+    Case("vllm-grpc-small", "small, NIXL gRPC", 0, Answer.WHOLE, requests={1: 500, 32: 2000}, kind=Kind.VLLM_GRPC),
+    Case("vllm-grpc-stream", "200, NIXL gRPC", 0, Answer.PACED, requests={1: 6, 32: 128}, kind=Kind.VLLM_GRPC),
 )
 LATE_CASES = (
     Case("late-small", "small, late", 0, Answer.LATE, requests={1: 50, 32: 1000}),
@@ -109,7 +117,8 @@ async def measure(
     elapsed = load.wall + _SETTLE
     cpu = {part: max(cpu_after[part] - cpu_before[part] - idle[part] * elapsed, 0.0) for part in cpu_after}
     problems = [f"{number} x {problem}" for problem, number in load.failures.items()]
-    least = int(requests * len(next(bodies)) * _LEAST_BODY_SHARE)
+    # Over gRPC a prompt comes as tokens, of which there is no telling how many bytes of text they were.
+    least = requests if case.kind.is_grpc else int(requests * len(next(bodies)) * _LEAST_BODY_SHARE)
     for role, before, after in zip(("prefill", "decode"), seen_before, seen_after, strict=True):
         if running.system.disaggregated or role == "decode":
             handoff = running.system.disaggregated

@@ -145,6 +145,8 @@ def _turns(systems: list[Running], case: Case, number: int) -> list[Running]:
 
 
 def _takes_part(system: System, case: Case) -> bool:
+    if case.kind.is_grpc and not system.disaggregated:
+        return False  # a plain proxy cannot make text of tokens
     return not system.only or case.name in system.only
 
 

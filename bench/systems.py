@@ -187,11 +187,14 @@ async def _post_worker(running: Running, session: aiohttp.ClientSession, worker:
 def common_flags(fleet: Fleet, port: int, metrics_port: int, policy: str) -> list[str]:
     """The flags that both gateways understand alike."""
     flags = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
-    if fleet.kind is Kind.SGLANG:
+    if fleet.kind is not Kind.VLLM:
+        # Told of gRPC workers later, smg would go on to serve those over HTTP alone.
+        scheme = "grpc" if fleet.kind.is_grpc else "http"
+        bootstrap = [] if fleet.kind is Kind.VLLM_GRPC else ["8998"]
         for worker in fleet.prefill_ports:
-            flags += ["--prefill", f"http://127.0.0.1:{worker}", "8998"]
+            flags += ["--prefill", f"{scheme}://127.0.0.1:{worker}", *bootstrap]
         for worker in fleet.decode_ports:
-            flags += ["--decode", f"http://127.0.0.1:{worker}"]
+            flags += ["--decode", f"{scheme}://127.0.0.1:{worker}"]
     return [*flags, "--prefill-policy", policy, "--decode-policy", "round_robin", "--log-level", LOG_LEVEL]
 
 

@@ -1,8 +1,8 @@
 """Fast stand-in engines for the benchmark, in one process of little cost.
 
 ``python -m bench.worker`` serves prefill and decode workers on free ports and prints them as one JSON line. They answer
-as ``--engine`` does (sglang.py, vllm.py), without its checks and its thinking time. A stream comes as an engine sends
-it: every ``--step-ms`` one decode step hands one token to every running stream, unless the request wants a burst.
+as ``--engine`` does (sglang.py, vllm.py; rpc.py), without its checks and its thinking time. A stream comes as an engine
+sends it: every ``--step-ms`` one decode step hands one token to every running stream, unless the request wants a burst.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from bench import rpc
 from bench.engine import DecodeSteps, Engine, Kind
 from bench.prompts import Answer
 from bench.request_body import Body
@@ -96,7 +97,8 @@ async def serve(kind: Kind, prefill: int, decode: int, step: float) -> dict[str,
 
 
 async def _main(options: argparse.Namespace) -> None:
-    ports = await serve(Kind(options.engine), options.prefill, options.decode, options.step_ms / 1000)
+    kind = Kind(options.engine)
+    ports = await (rpc.serve if kind.is_grpc else serve)(kind, options.prefill, options.decode, options.step_ms / 1000)
     print(json.dumps(ports), flush=True)
     # The parent holds the other end of our standard input: when it goes, for whatever reason, so do we.
     await asyncio.to_thread(sys.stdin.buffer.read)

@@ -60,7 +60,10 @@ async def canned(answer: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-@pytest.mark.parametrize("case", CASES + LATE_CASES, ids=lambda case: case.name)
+HTTP_CASES = [case for case in CASES + LATE_CASES if not case.kind.is_grpc]
+
+
+@pytest.mark.parametrize("case", HTTP_CASES, ids=lambda case: case.name)
 async def test_every_case_is_answered_as_expected_and_counted(case):
     async with engine(meeting=vllm.Handed() if case.kind is Kind.VLLM else None) as (one, port):
         generator = await LoadGenerator(port, case.expected).open(3)
