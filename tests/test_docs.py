@@ -89,7 +89,7 @@ OTHERS_OPTIONS = {
     ),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
-    *("--profiler-config", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
+    *("--profiler-config", "--grpc", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
     *("--enable-metrics", "--kv-events-config"),
 }
 
@@ -446,10 +446,14 @@ def test_launch_commands_are_accepted(command):
 
 
 def test_the_launch_commands_mean_what_is_said():
-    sglang_workers, empty = [settings_of(command) for command in commands(README) if "pd-extproc launch" in command]
+    sglang_workers, empty, *over_grpc = [
+        settings_of(command) for command in commands(README) if "pd-extproc launch" in command
+    ]
     assert [worker.bootstrap_port for worker in sglang_workers.prefill] == [8998, 8998]
     assert len(sglang_workers.decode) == 2
     assert (empty.prefill, empty.decode) == ((), ())
+    assert len(over_grpc) == 2
+    assert all(worker.url.is_grpc for each in over_grpc for worker in (*each.prefill, *each.decode))
     _, nixl, mooncake = [settings_of(command) for command in commands(VLLM) if "pd-extproc launch" in command]
     assert (nixl.prefill_kv_connector, nixl.decode_kv_connector) == (NIXL, NIXL)
     assert (mooncake.prefill_kv_connector, mooncake.decode_kv_connector) == (MOONCAKE, MOONCAKE)
