@@ -34,7 +34,9 @@ SGLANG_REFUSED = {
 }
 # With no alternatives SGLang's completions tell nothing of an echoed prompt, vLLM's and ours do. An aggregated server
 # that is to write nothing tells the probabilities of the token it did not write; of a pair, the decode does not know.
-OTHERWISE = {"completions_echo_zero", "generate_logprobs_max0"}
+# An echo alone has no completion tokens here; vLLM counts the one that it makes.
+HALF = "\N{REPLACEMENT CHARACTER}"
+OTHERWISE = {"completions_echo_zero", "generate_logprobs_max0", "completion_echo_scoring"}
 VLLM_CASES = {
     **{name: (CHAT_PATH, body) for name, body in CHATS.items()},
     **{name: (COMPLETIONS_PATH, body) for name, body in COMPLETION_CASES.items()},
@@ -51,9 +53,12 @@ def unlike(ours: Any, theirs: Any, key: str = "") -> str:
     """Where two answers of vLLM differ in more than gRPC leaves untold; "" if nowhere.
 
     It does not tell ranks, nor of alternatives to a token more than asked for; cached tokens an HTTP server tells only
-    if it is started so. Offsets count characters that are there, the engine's own also those it left out.
+    if it is started so. Half a character has a sign of its own here. Offsets count characters that are there, the
+    engine's own also those it left out.
     """
     if key == "prompt_tokens_details" or (key == "rank" and ours is None):
+        return ""
+    if key == "tokens" and (ours, theirs) == (HALF, ""):
         return ""
     if key == "text_offset":
         return "" if len(ours or ()) == len(theirs or ()) else key
@@ -70,7 +75,7 @@ def unlike(ours: Any, theirs: Any, key: str = "") -> str:
     return "" if ours == theirs else f"{key}: {ours!r} is not {theirs!r}"
 
 
-@pytest.mark.parametrize("name", [name for name in VLLM_CASES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in VLLM_CASES if name not in REFUSED.keys() | OTHERWISE])
 async def test_vllm_answers_as_one_server(
     name: str, rpc_pair: RpcPair, single: Server, client: aiohttp.ClientSession
 ) -> None:
@@ -186,7 +191,8 @@ async def test_a_long_prompt_is_prefilled_and_handed_over(
         ours = await response.text()
         assert response.status == 200, ours
         assert response.headers["x-pd-kv"] == "handed"
-    assert text_of(ours) == text_of(await post(client, single.url, CHAT_PATH, body)) != ""
+    theirs = text_of(await post(client, single.url, CHAT_PATH, body))
+    assert text_of(ours).rstrip(HALF) == theirs.rstrip(HALF) != ""  # vLLM leaves half a character at the end out
     for server in (rpc_pair.prefill, rpc_pair.decode):
         await seconds_until(server, rpc_pair.engine, busy=False)
 
