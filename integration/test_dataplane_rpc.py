@@ -18,7 +18,7 @@ from dataplane_script import Call, Scripted, Stage, change, fields
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 from http2_client import Stream
 from http_client import Exchange
-from rpc_rig import METHOD, Asked, RpcWorker, fails, never, says
+from played_rpc_worker import METHOD, Asked, RpcWorker, fails, never, says
 
 from extproc.dataplane import ext_proc
 from extproc.names import CLUSTER, DESTINATION, ERROR_CODE, LATE, LOCAL_REPLY, METADATA_NAMESPACE

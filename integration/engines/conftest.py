@@ -13,7 +13,7 @@ import rpc_servers
 import servers
 import sglang_servers
 import vllm_servers
-from rpc_rig import RpcPair
+from rpc_pairs import RpcPair
 from vllm_rig import Pair, known
 from vllm_servers import VllmServer
 

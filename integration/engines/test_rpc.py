@@ -18,7 +18,7 @@ import vllm_answers
 from record import CHAT as SGLANG_CHAT
 from record import generate
 from rig import Body, post
-from rpc_rig import RpcPair, in_flight, seconds_until, transfers
+from rpc_pairs import RpcPair, in_flight, seconds_until, transfers
 from servers import Server
 from test_sglang import CASES as SGLANG_CASES
 from vllm_cases import CHAT, CHAT_PATH, CHATS, COMPLETION, COMPLETION_CASES, COMPLETIONS_PATH, GREEDY, USAGE
