@@ -2,6 +2,7 @@
 
 import pytest
 from fakes import Rig, nixl, released
+from rpc_rig import Heard
 
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
 from extproc.handoff.sglang import HOLD_SECONDS
@@ -13,23 +14,6 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny"}
 TWO = {**BODY, "n": 2}
 ENVOY = [("x-pd-error-code", "decode_connection_lost"), ("x-pd-local-reply", "UC")]
-
-
-class Heard(Breaker):
-    """A breaker that remembers what it is told."""
-
-    __slots__ = ("outcomes",)
-
-    def __init__(self):
-        super().__init__(BreakerSettings(failure_threshold=1))
-        self.outcomes = ""
-        self.wary = True  # or it would not be told of successes
-
-    def succeeded(self, turn):  # noqa: ARG002 - a Breaker's
-        self.outcomes += "s"
-
-    def failed(self, turn):  # noqa: ARG002 - a Breaker's
-        self.outcomes += "f"
 
 
 def heard(rig):

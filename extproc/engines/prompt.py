@@ -8,9 +8,11 @@ can be put one after the other, so a leg is what is its own, and behind it the i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from smg_grpc_proto.generated.vllm_engine_pb2 import TokenizedInput
+
+from extproc.generation.asked import Generation
 
 _DELIMITED: Final = 2  # wire type of bytes, messages and packed lists
 _MORE: Final = 0x80
@@ -23,6 +25,17 @@ def packed(ids: Sequence[int]) -> bytes:
     while message[size_at] & _MORE:
         size_at += 1
     return message[size_at + 1 :]
+
+
+def with_prompt(message: Any, generation: Generation, tokenized: int, input_ids: int) -> bytes:
+    """``message``, a leg's own part of a ``GenerateRequest``, serialised with the ids behind it.
+
+    Args:
+        tokenized, input_ids: numbers of the fields, of GenerateRequest and of its TokenizedInput.
+    """
+    ids = generation.packed or packed(generation.ids)
+    own: bytes = message.SerializeToString()
+    return own + delimited(tokenized, delimited(input_ids, ids))
 
 
 def delimited(field: int, payload: bytes) -> bytes:

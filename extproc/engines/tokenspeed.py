@@ -17,24 +17,16 @@ from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 from extproc.apis.table import Api
 from extproc.engines.engine import Meeting, Room
 from extproc.engines.limits import check_stops, defaults_in, refuse_prompt_logprobs
-from extproc.engines.prompt import delimited, packed
+from extproc.engines.prompt import with_prompt
 from extproc.engines.rows import bad_reply, logprobs_of
-from extproc.engines.sglang import MOST_STOPS, constraint_text
+from extproc.engines.sglang import CONSTRAINT_FIELDS, MOST_STOPS, constraint_text
 from extproc.generation.asked import Asked, Generation
 from extproc.generation.events import Complete, Event, Tokens, Usage
-from extproc.generation.sampling import Sampling, Shape
+from extproc.generation.sampling import Sampling
 from extproc.workers.worker import Role
 
 _SEEDS: Final = 2**64
 _TOKENIZED, _INPUT_IDS = 2, 1  # fields of GenerateRequest and TokenizedInput
-_FIELDS: Final = {
-    Shape.JSON_SCHEMA: "json_schema",
-    Shape.JSON_OBJECT: "json_schema",
-    Shape.REGEX: "regex",
-    Shape.GRAMMAR: "ebnf_grammar",
-    Shape.STRUCTURAL_TAG: "structural_tag",
-    Shape.CHOICE: "ebnf_grammar",
-}
 _read: Final = pb.GenerateResponse.FromString
 
 
@@ -70,9 +62,7 @@ class TokenspeedEngine:
         if isinstance(meeting, Room):
             place = message.kv_bootstrap_info
             place.bootstrap_host, place.bootstrap_port, place.bootstrap_room = meeting
-        ids = generation.packed or packed(generation.ids)
-        own: bytes = message.SerializeToString()
-        return own + delimited(_TOKENIZED, delimited(_INPUT_IDS, ids))
+        return with_prompt(message, generation, _TOKENIZED, _INPUT_IDS)
 
     def event(self, message: bytes) -> Event:
         """See Engine. (Measured: 1.6 µs for a token.)"""
@@ -131,5 +121,5 @@ def _params(sampling: Sampling) -> pb.SamplingParams:
         sampling_seed=None if sampling.seed is None else sampling.seed % _SEEDS,
     )
     if sampling.constraint is not None:
-        setattr(params, _FIELDS[sampling.constraint.shape], constraint_text(sampling.constraint))
+        setattr(params, CONSTRAINT_FIELDS[sampling.constraint.shape], constraint_text(sampling.constraint))
     return params

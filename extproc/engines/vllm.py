@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from extproc.apis.table import Api
 from extproc.engines.engine import Meeting, Params, Remote
 from extproc.engines.limits import check_stops, defaults_in, is_cold, refuse_value
-from extproc.engines.prompt import delimited, packed
+from extproc.engines.prompt import with_prompt
 from extproc.engines.rows import bad_reply, logprobs_of, prompt_logprobs_of
 from extproc.generation.asked import Asked, Generation
 from extproc.generation.events import Complete, Event, Tokens, Usage
@@ -76,9 +76,7 @@ class VllmEngine:
         elif isinstance(meeting, Remote):
             message.kv_transfer_params.remote_host = meeting.host
             message.kv_transfer_params.remote_port = meeting.port
-        ids = generation.packed or packed(generation.ids)
-        own: bytes = message.SerializeToString()
-        return own + delimited(_TOKENIZED, delimited(_INPUT_IDS, ids))
+        return with_prompt(message, generation, _TOKENIZED, _INPUT_IDS)
 
     def event(self, message: bytes) -> Event:
         """See Engine. (Measured: 1.6 µs for a token.)"""
