@@ -17,6 +17,17 @@ TEXT = "The quick brown fox jumps over the lazy dog"
 _EOS = 1  # of tokenizers_made
 
 
+async def nothing_left(product: Product) -> None:
+    """Wait until the gateway has nothing of any request over gRPC any more."""
+    await product.records.until(lambda: product.gateway.alive == 0)
+    assert product.gateway.rpc is not None
+    await soon(lambda: product.load == {}, f"legs count: {product.load}")
+    assert product.gateway.rpc.handoffs.live == 0
+    assert not any(worker.tokens for worker in product.service.registry), "prompt tokens count on"
+    assert not product.gateway.late
+    await soon(lambda: not product.service._egress.open_legs, "legs are left")
+
+
 class RpcProduct(Product):
     """One engine's workers; ``connector`` for vLLM's."""
 
@@ -68,13 +79,7 @@ class RpcProduct(Product):
 
     async def settled(self) -> None:
         """Nothing is left of any request: here, and on the workers."""
-        await self.records.until(lambda: self.gateway.alive == 0)
-        assert self.gateway.rpc is not None
-        await soon(lambda: self.load == {}, f"legs count: {self.load}")
-        assert self.gateway.rpc.handoffs.live == 0
-        assert not any(worker.tokens for worker in self.service.registry), "prompt tokens count on"
-        assert not self.gateway.late
-        await soon(lambda: not self.service._egress.open_legs, "legs are left")
+        await nothing_left(self)
         for mock in self.mocks:
             for leg in mock.legs:  # type: ignore[attr-defined]
                 async with asyncio.timeout(10):

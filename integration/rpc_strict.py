@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from product import Product, soon
+from rpc_product import nothing_left
 from tokenizers import Tokenizer
 
 from extproc.mock import RpcMock
@@ -86,13 +87,7 @@ class StrictProduct(Product):
 
     async def settled(self) -> None:
         """Nothing is left of any request: here, on the workers, and between them."""
-        await self.records.until(lambda: self.gateway.alive == 0)
-        assert self.gateway.rpc is not None
-        await soon(lambda: self.load == {}, f"legs count: {self.load}")
-        assert self.gateway.rpc.handoffs.live == 0
-        assert not any(worker.tokens for worker in self.service.registry), "prompt tokens count on"
-        assert not self.gateway.late
-        await soon(lambda: not self.service._egress.open_legs, "legs are left")
+        await nothing_left(self)
         for mock in self.mocks:
             await mock.idle()
             await soon(lambda mock=mock: mock.running == 0, f"{mock.role} still runs requests")

@@ -21,6 +21,7 @@ from extproc.handoff.table import Handoffs
 from extproc.names import PROGRESS_NAMESPACE, WATCHED
 from extproc.policies.placement import Placer
 from extproc.policies.round_robin import RoundRobinPolicy
+from extproc.workers.breaker import Breaker, BreakerSettings
 from extproc.workers.pairing import PairingMode
 from extproc.workers.pairs import Pairs
 from extproc.workers.ranks import form
@@ -474,3 +475,20 @@ def rejection(client):
     (message,) = client.call.take()
     reply = message.immediate_response
     return reply.status.code, mutated(message), reply.body
+
+
+class Heard(Breaker):
+    """A breaker that remembers what it is told: ``s`` and ``f``."""
+
+    __slots__ = ("outcomes",)
+
+    def __init__(self):
+        super().__init__(BreakerSettings(failure_threshold=1))
+        self.outcomes = ""
+        self.wary = True  # or it would not be told of successes
+
+    def succeeded(self, turn):  # noqa: ARG002 - a Breaker's
+        self.outcomes += "s"
+
+    def failed(self, turn):  # noqa: ARG002 - a Breaker's
+        self.outcomes += "f"

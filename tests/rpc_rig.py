@@ -6,7 +6,7 @@ import struct
 
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpTrailers
-from fakes import LateCall, Rig, mutated, worker
+from fakes import Heard, LateCall, Rig, mutated, worker
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as sglang
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as tokenspeed
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -14,7 +14,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from extproc.exchange.rpc import Rpc
 from extproc.handoff.grpc_table import RpcHandoffs
 from extproc.text.tokenizer import Prepared
-from extproc.workers.breaker import Breaker, BreakerSettings
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, WorkerUrl
 
 MESSAGES = {"sglang": sglang, "vllm": vllm, "tokenspeed": tokenspeed}
@@ -107,23 +106,6 @@ def fleet(runtime: str, connector: str = NIXL):
     for each in made if connector == MOONCAKE else ():
         each.kv_engines, each.bootstrap_port = (KvEngine(0, f"engine-{each.url.port}"),), 8998
     return made
-
-
-class Heard(Breaker):
-    """A breaker that remembers what it is told: ``s`` and ``f``."""
-
-    __slots__ = ("outcomes",)
-
-    def __init__(self):
-        super().__init__(BreakerSettings(failure_threshold=1))
-        self.outcomes = ""
-        self.wary = True  # or it would not be told of successes
-
-    def succeeded(self, turn):  # noqa: ARG002 - a Breaker's
-        self.outcomes += "s"
-
-    def failed(self, turn):  # noqa: ARG002 - a Breaker's
-        self.outcomes += "f"
 
 
 class RpcRig(Rig):

@@ -1,8 +1,7 @@
 """Which outcomes of legs the circuit breakers hear of, and of whose: each of its own worker's only."""
 
 import pytest
-from fakes import Rig, nixl, released
-from rpc_rig import Heard
+from fakes import Heard, Rig, nixl, released
 
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
 from extproc.handoff.sglang import HOLD_SECONDS
