@@ -71,6 +71,7 @@ class Soak:
 
     async def warm_up(self) -> Footprint:
         """Use everything once. What a request leaves behind has to go without the garbage collector's help."""
+        gc.collect()  # requests that earlier tests in this process have made, and kept in cycles of their own
         gc.disable()
         try:
             await self._make(WARM_UP)
