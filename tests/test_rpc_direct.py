@@ -1,5 +1,6 @@
 """Requests for gRPC workers whose decode leg is a call that Envoy runs: from the client's body to its answer."""
 
+import gc
 import json
 
 import pytest
@@ -9,6 +10,8 @@ from rpc_rig import Answer, RpcRig, ids, rpc_worker
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import FIRST_TOKEN_SECONDS, HEAD_SECONDS, PREFILL_WORD_SECONDS, SECOND_CALL_SECONDS
+from extproc.exchange.rpc_direct import RpcDirectCourse
+from extproc.exchange.rpc_reply import RpcReply
 from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.workers.worker import MOONCAKE, Role
 
@@ -601,3 +604,40 @@ def test_beside_http_workers_each_kind_gets_its_share():
         clusters.add(released(client)[1].get("x-pd-cluster", "decode"))
         client.close()
     assert clusters == {"decode_grpc", "decode"}
+
+
+@pytest.mark.parametrize("fault", [None, "prompt", "tokenizer", "decode", "prefill"])
+def test_what_is_over_goes_from_memory_without_the_collectors_help(rig, fault):
+    gc.collect()
+    gc.disable()
+    try:
+        ends(rig, fault)
+        rig.clock.advance(SECOND_CALL_SECONDS)  # the rig forgets no sooner what it was to do
+        kinds = RpcDirectCourse | RpcReply  # a session stays with its legs, and those with the rig
+        assert [each for each in gc.get_objects() if isinstance(each, kinds)] == []
+    finally:
+        gc.enable()
+
+
+def ends(rig, fault):
+    """A request that comes to nothing in one of several ways, or to an answer."""
+    if fault in ("prompt", "tokenizer"):
+        code = "context_length_exceeded" if fault == "prompt" else "tokenizer_not_found"
+        rig.texts.error = GatewayError(code, "no")
+        client = rig.post(PATH, CHAT)
+        assert rejection(client)[0] >= 400
+        end(rig, client)
+        return
+    client, prefill, answer = begun(rig, CHAT)
+    if fault == "prefill":
+        rig.refused(prefill, 13, b"lost")
+        answer.look()
+    else:
+        rig.answered(prefill, rig.complete("h"))
+        if fault:
+            answer.trailers(14, "gone")
+        else:
+            answer.feed(rig.complete("hi"))
+            answer.trailers()
+    assert answer.status == (503 if fault == "decode" else 500 if fault else 200)
+    end(rig, client, answer)

@@ -156,10 +156,12 @@ class RpcDirectCourse(DirectCourse):
             super().pass_head()
         else:
             assert self._transcoder is not None
-            self._reply = RpcReply(session, self._transcoder, self, self._prefilling)
+            self._reply = RpcReply(session, self._transcoder, self)
             self._reply.open()
 
-    def _prefilling(self) -> bool:
+    @property
+    def prefilling(self) -> bool:
+        """See ReplyEvents."""
         return self._leg is not None and self._leg.out
 
     def _pass_refusal(self, error: GatewayError) -> None:

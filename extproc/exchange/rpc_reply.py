@@ -32,6 +32,10 @@ _LATE: Final = LATE.encode()
 class ReplyEvents(Protocol):
     """Who is told what becomes of the answer."""
 
+    @property
+    def prefilling(self) -> bool:
+        """The prefill leg is out, whose counts of tokens the answer ends with."""
+
     def guarded(self, step: Callable[[], None]) -> None:
         """Do ``step``; a defect in it ends the request and nothing else."""
 
@@ -52,7 +56,6 @@ class RpcReply:
         session: of the first call.
         transcoder: makes the answer.
         events: see ReplyEvents.
-        prefilling: whether the prefill leg is out, whose counts of tokens the answer ends with.
     """
 
     __slots__ = (
@@ -62,7 +65,6 @@ class RpcReply:
         "_events",
         "_id",
         "_names",
-        "_prefilling",
         "_session",
         "_timer",
         "_trailers",
@@ -72,13 +74,10 @@ class RpcReply:
         "over",
     )
 
-    def __init__(
-        self, session: Session, transcoder: Transcoder, events: ReplyEvents, prefilling: Callable[[], bool]
-    ) -> None:
+    def __init__(self, session: Session, transcoder: Transcoder, events: ReplyEvents) -> None:
         self._session = session
         self._transcoder = transcoder
         self._events: ReplyEvents | None = events
-        self._prefilling = prefilling
         self._id = b"%032x" % random.getrandbits(128)
         self._call: Call | None = None
         self._names: Sequence[bytes] = ()  # of the headers that the second call found
@@ -168,7 +167,8 @@ class RpcReply:
             return
         self._trailers = [name for name, _ in pairs]
         self._verdict = verdict_of(pairs)
-        if self._verdict is not None and self._verdict.code == 0 and self._prefilling():
+        well = self._verdict is not None and self._verdict.code == 0
+        if well and self._events is not None and self._events.prefilling:
             if not self._transcoder.waits:
                 clock = self._session.gateway.clock
                 self._timer = clock.after(PREFILL_WORD_SECONDS, lambda: self._guarded(self._end))
@@ -247,6 +247,7 @@ class RpcReply:
 
     def _refuse(self, error: GatewayError) -> None:
         """Answer with a status: nothing was said yet."""
+        error.__traceback__ = None  # its frames refer to us: without the cycle all is freed at once
         session = self._session
         session.record.status = error.status
         headers = [*error.headers, (b"x-request-id", session.record.request_id)]

@@ -538,8 +538,9 @@ class Session:
 
     def _answer(self, outcome: bytes | GatewayError) -> None:
         """Answer the client with JSON, or an error."""
-        if isinstance(outcome, GatewayError):
-            raise outcome
+        if isinstance(outcome, GatewayError):  # not raised: its traceback would keep the frame that has it, and us
+            self.reject(outcome)
+            return
         self._answered = True
         self.record.status = 200
         self.record.headed = self.gateway.clock.now()
@@ -566,9 +567,10 @@ class Session:
             self._begin(course)
 
     def _otherwise(self, rpc: Rpc, head: RequestHead, request: InferenceRequest, error: GatewayError) -> None:
-        """gRPC workers cannot be given the request, but others may serve the model, too. Raises ``error`` if not."""
+        """gRPC workers cannot be given the request, but others may serve the model, too: if not, that is the answer."""
         if not self.gateway.placer.has_pair(request.model, rpc.workers, None):
-            raise error
+            self.reject(error)  # not raised: see _answer
+            return
         course = self._place(head, request)
         if course is not None:
             self._begin(course)
