@@ -366,6 +366,7 @@ show_all() {
 # ---- Running them
 
 pids=()
+ending=0 # the exit code that a signal has asked for
 
 start_workers() {
   local worker port
@@ -378,12 +379,20 @@ start_workers() {
   done
   LOG_DIR=${LOG_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/pd-workers.XXXXXX")}
   mkdir -p "$LOG_DIR"
+  exec {started}<> <(:) # a pipe that never ends: workers write to it as they start, and pauses read nothing from it
   trap stop_workers EXIT
-  trap 'exit 129' HUP
-  trap 'exit 130' INT
-  trap 'exit 143' TERM
-  for worker in "${!names[@]}"; do start_worker "$worker"; done
+  # Only noted: Bash loses track of its children when a trap exits while it starts one (seen with 5.2: it waits for a
+  # worker as if for a command of its own, or says "wait_for: No record of process").
+  trap 'ending=129' HUP
+  trap 'ending=130' INT
+  trap 'ending=143' TERM
+  for worker in "${!names[@]}"; do
+    start_worker "$worker"
+    end_if_asked
+  done
 }
+
+end_if_asked() { ((!ending)) || exit "$ending"; }
 
 start_worker() {
   local log=$LOG_DIR/${names[$1]}.log url
@@ -391,10 +400,15 @@ start_worker() {
   address "$1"
   echo "# ${names[$1]}: $url, GPUs ${gpus[$1]:-not chosen}, log $log"
   set -m # a process group of its own: an engine is many processes, and all must go
-  env "${environment[@]}" "${command[@]}" >"$log" 2>&1 </dev/null &
+  env "${environment[@]}" sh -c 'echo >&3 && exec 3>&- "$0" "$@"' "${command[@]}" >"$log" 2>&1 </dev/null 3>&"$started" &
   set +m
   pids+=("$!")
+  # Until it is a program of its own, with none of this shell's signal handlers, a signal to it may be lost.
+  until read -r -t 5 -u "$started" || ! kill -0 "$!" 2>/dev/null; do :; done
 }
+
+# pause SECONDS: or less, on a signal.
+pause() { read -r -t "$1" -u "$started" || true; }
 
 await_workers() {
   local -a waiting=("${!names[@]}") still
@@ -405,12 +419,13 @@ await_workers() {
       if serves "${ports[$worker]}"; then echo "# ${names[$worker]} is up"; else still+=("$worker"); fi
     done
     waiting=("${still[@]}")
+    end_if_asked
     report_ended
     ((${#waiting[@]})) || break
     if ((SECONDS >= deadline)); then
       fail "${names[${waiting[0]}]} is not up after READY_SECONDS=$READY_SECONDS; its log is in $LOG_DIR" 1
     fi
-    sleep 0.3
+    pause 0.3
   done
 }
 
@@ -445,11 +460,9 @@ report_ended() {
 stop_workers() {
   trap - EXIT
   trap 'STOP_SECONDS=0' HUP INT TERM
-  set +m # a signal while one is started leaves it on, and the shell would tell of each job's end
-  pids+=("${!:-}") # a signal may come between a start and its note
   signal_workers TERM || true
   local deadline=$((SECONDS + STOP_SECONDS))
-  while signal_workers 0 && ((SECONDS < deadline && STOP_SECONDS)); do sleep 0.2 || true; done
+  while signal_workers 0 && ((SECONDS < deadline && STOP_SECONDS)); do pause 0.2; done
   signal_workers KILL || true
   wait 2>/dev/null || true
 }
@@ -458,7 +471,7 @@ stop_workers() {
 signal_workers() {
   local pid found=1
   for pid in "${pids[@]}"; do
-    [[ -z $pid ]] || ! kill -s "$1" -- "-$pid" 2>/dev/null || found=0
+    ! kill -s "$1" -- "-$pid" 2>/dev/null || found=0
   done
   return "$found"
 }
@@ -475,4 +488,4 @@ await_workers
 echo "# All workers are up; Ctrl-C ends them."
 show_gateway
 # Not wait -n: it misses a worker whose end the shell has noticed before.
-while report_ended; do sleep 1; done
+while end_if_asked && report_ended; do pause 1; done

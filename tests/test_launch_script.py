@@ -31,7 +31,7 @@ from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role
 
 SCRIPT = Path(__file__).parent.parent / "scripts/launch-pd-workers.sh"
-LONG = 20.0  # seconds; how long a test waits for what should be there in less than one
+LONG = 60.0  # seconds; how long a test waits for what should be there in less than one
 PORT_OPTIONS = ("--port", "--disaggregation-bootstrap-port")
 PORT_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 
@@ -434,7 +434,7 @@ class Launched:
     def end(self) -> tuple[int, str]:
         """Its exit code and standard error, when it has ended and everybody with it."""
         _, stderr = self.process.communicate(timeout=LONG)
-        ready, _, _ = select.select([self.lives], [], [], 1)
+        ready, _, _ = select.select([self.lives], [], [], LONG)
         assert ready, "a process is left over"
         assert os.read(self.lives, 1) == b""
         return self.process.returncode, stderr
@@ -506,9 +506,10 @@ def test_a_signal_ends_all(launch: Launch, number: signal.Signals) -> None:
     assert launched.end() == (128 + number, "")
 
 
-def test_a_signal_while_they_load_ends_all(launch: Launch) -> None:
+@pytest.mark.parametrize("moment", ["prefill-0: http", "decode-0: http"])
+def test_a_signal_while_they_load_ends_all(launch: Launch, moment: str) -> None:
     launched = launch("vllm", "org/model", FAKE_UNREADY="1000")
-    launched.read_to("decode-0: http")
+    launched.read_to(moment)
     launched.process.terminate()
     assert launched.end() == (143, "")
 
