@@ -192,11 +192,13 @@ class World:
 
 @pytest.fixture
 def no_collector():
-    """What is over has to go without its help."""
+    """What is over has to go without its help. What other tests keep is not looked at."""
     gc.collect()
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def in_memory():
