@@ -204,10 +204,20 @@ class TestPassiveSignals:
     SETTINGS = HealthSettings(timeout=2.0, interval=3600.0, transport_threshold=3)
 
     async def test_refusals_of_several_ranks_are_their_servers(self) -> None:
-        async with engine(extra_info={"dp_size": 3}) as server, fleet(self.SETTINGS, dp_aware=True) as f:
+        async with (
+            engine(extra_info={"dp_size": 3}) as server,
+            engine() as second,
+            fleet(self.SETTINGS, dp_aware=True) as f,
+        ):
             worker = f.registry.add(registration({"url": server.url, "worker_type": "prefill"}))
             await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 3)
             ranks = worker.ranks
+            for entry in ranks:
+                f.monitor.report_unreachable(entry)
+            assert worker.status is Status.READY, "its own ranks are no others to go to"
+            f.registry.add(registration({"url": second.url, "worker_type": "prefill"}))
+            await until(f.registry, lambda: len(f.registry.usable(P, "tiny")) == 4)
+            ranks[0].answers += 1
             for entry in ranks[:2]:
                 f.monitor.report_unreachable(entry)
             ranks[2].answers += 1  # so it is there

@@ -188,6 +188,45 @@ class TestLeaving:
                 f.monitor.report_failure(other)
             assert other.usable, "requests have nowhere else to go; a probe will tell"
 
+    @pytest.mark.parametrize("gone", ["removed", "down"])
+    async def test_when_no_other_is_left_it_is_used_again_until_a_probe_fails(self, gone: str) -> None:
+        async with engine() as server, engine() as second, fleet(SLOW, Pace(seek=0.01, confirm=0.01, report=60)) as f:
+            worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))
+            await until(f.registry, lambda: worker.usable and other.usable)
+            for _ in range(3):
+                f.monitor.report_failure(worker)
+            assert f.registry.usable(P, None) == (other,)
+            if gone == "removed":
+                f.registry.remove(other)
+            else:
+                f.registry.set_status(other, Status.NOT_READY, "it is")
+            assert f.registry.usable(P, None) == (worker,), "at once: whoever comes now is not turned away"
+            assert f.registry.trouble(worker) == "requests lost connections, but no other is left"
+            await eventually(lambda: not f.registry.trouble(worker))  # a probe has found it well
+            await server.stop()
+            f.monitor._watches[worker.id]._probed_at -= 60
+            f.monitor.report_unreachable(worker)
+            await f.becomes(worker, Status.NOT_READY)
+
+    async def test_one_that_a_probe_has_found_down_is_not_used_again_for_lack_of_others(self) -> None:
+        async with engine() as server, engine() as second, fleet(SLOW) as f:
+            worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))
+            await until(f.registry, lambda: worker.usable and other.usable)
+            await server.stop()
+            for _ in range(3):
+                f.monitor.report_failure(worker)
+            await eventually(lambda: "found no connection" not in f.registry.trouble(worker))
+            f.registry.remove(other)
+            assert f.registry.usable(P, None) == ()
+
+    async def test_the_last_for_a_model_stays_though_others_serve_another(self) -> None:
+        async with engine() as server, engine(models=["small"]) as second, fleet(SLOW, Pace(report=60)) as f:
+            worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))
+            await until(f.registry, lambda: worker.usable and other.usable)
+            for _ in range(3):
+                f.monitor.report_failure(worker)
+            assert worker.usable
+
     async def test_it_comes_back_as_any_other_and_says_what_it_is(self) -> None:
         async with engine() as server, engine() as second, fleet(SLOW) as f:
             worker, other = f.registry.add(spec(P, server.url)), f.registry.add(spec(P, second.url))

@@ -138,6 +138,9 @@ class Monitor:
                 self._client.rpc.forget(worker)
         elif change is Change.SPEC and worker.server is worker:
             self._respecified(worker)
+        if change is Change.STATUS and worker.status is not Status.READY:
+            for watch in tuple(self._watches.values()):
+                watch.spare()
 
     def _watch(self, worker: Worker) -> None:
         if worker.status is Status.DRAINING:

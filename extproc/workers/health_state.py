@@ -76,6 +76,7 @@ class HealthState:
     FAILED, never READY     1 success                                  READY
     FAILED, once READY      success_threshold successes                READY
     READY                   what requests met with, or a wedge         NOT_READY
+    NOT_READY by requests   nobody else is left                        READY
     READY                   1 success, and it is not known what it is  NOT_READY
     any                     1 result that shows it is the wrong kind   FAILED
     ======================  =========================================  =========
@@ -118,6 +119,12 @@ class HealthState:
         """What a request met with, or was left waiting for, says more than a probe."""
         self.failures = self.successes = 0
         self.status = Status.NOT_READY
+        return self.status
+
+    def spared(self) -> Status:
+        """It was dropped for what requests met with, but they have nowhere else to go: a probe must tell."""
+        self.failures = self.successes = 0
+        self.status = Status.READY
         return self.status
 
     def withheld(self) -> Status:

@@ -76,6 +76,7 @@ class Watch:
         self._answers = 0  # what the worker had answered at the last of them
         self._rank_tries = 0  # to find that a rank works again
         self._wedged = False  # it gave no sign of life; its health alone does not bring it back
+        self._suspected = False  # it is out for what requests met with; no probe has found fault with it since
         self._warned = ""
 
     async def run(self) -> None:
@@ -132,6 +133,17 @@ class Watch:
         if self._settings.enabled:
             self._bring_forward()
 
+    def spare(self) -> None:
+        """Use the worker again if only requests spoke against it, and they have nowhere else to go any more."""
+        if self._suspected and not self._has_others():
+            self._suspected = False
+            self._state.spared()
+            self._probe_at = time.monotonic()
+            self._wake.set()
+            self._registry.set_status(
+                self._worker, self._state.status, "requests lost connections, but no other is left"
+            )
+
     async def ask_for_life(self) -> None:
         """No leg is answered: ask the engine for a sign of life, and take the worker out if there is none."""
         if not self._settings.enabled or self._ip is None or self._state.status is not Status.READY:
@@ -159,12 +171,16 @@ class Watch:
         settings = self._settings
         reached = 0 < settings.transport_threshold <= self._refusals
         if settings.enabled and reached and self._state.status is Status.READY and self._has_others():
+            self._suspected = True
             self._drop(f"{self._refusals} requests in a row found no connection, or lost it")
 
     def _has_others(self) -> bool:
-        """Whether requests have somewhere else to go: that the last of a role is down, a probe must show."""
-        worker = self._worker
-        return any(other is not worker for other in self._registry.usable(worker.role, None))
+        """Whether requests for all its models have somewhere else to go: that the last is down, a probe must show."""
+        server, role = self._worker.server, self._worker.role
+        return all(
+            any(other.server is not server for other in self._registry.usable(role, model))
+            for model in self._worker.model_ids or (None,)
+        )
 
     def _drop(self, reason: str) -> None:
         """Take a READY worker out at once; from now on it is probed as any that is out."""
@@ -225,21 +241,23 @@ class Watch:
             self._refusals = 0
             await self._identity.learn(self._ip, self._settings.timeout)
         except NoAnswerError as error:
-            self._refused = isinstance(error, UnreachableError)
+            self._suspected, self._refused = False, isinstance(error, UnreachableError)
             self._identity.forget()
             if self._state.failed() is not Status.READY:
                 self._identity.lose()  # it may come back as another
             return str(error)
         except UnidentifiedError as error:
+            self._suspected = False
             self._state.withheld()
             return str(error)
         except MismatchError as error:
+            self._suspected = False
             self._identity.lose()
             self._state.unfit()
             return str(error)
         if self._state.succeeded() is not Status.READY:
             return self._worker.reason  # until enough probes were good
-        self._wedged = False
+        self._wedged = self._suspected = False
         own = self._identity.trouble
         self._warn(own)
         return "; ".join(filter(None, (self._lookup_trouble, own)))
