@@ -17,7 +17,7 @@ from extproc.transport.ngh2_server import Ngh2ProcessServer
 
 Server = Ngh2ProcessServer | GrpcioProcessServer
 SERVERS: list[type[Server]] = [Ngh2ProcessServer, GrpcioProcessServer]
-PATIENCE = 10  # seconds until a condition that must come true is given up
+PATIENCE = 60.0  # seconds until a condition that must come true is given up
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 

@@ -282,7 +282,7 @@ class ExtProc(ep_grpc.ExternalProcessorServicer):
 
     async def has_ended(self, count: int) -> None:
         """Wait until so many streams are over."""
-        async with asyncio.timeout(5), self._changed:
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(lambda: self.ended >= count)
 
     async def _decide(self, headers: dict[str, str], body: bytes, *, bodyless: bool) -> list[Any]:
@@ -520,7 +520,7 @@ class Rig:
         body: bytes = b"{}",
         cluster: str = "prefill",
         headers: dict[str, str] | None = None,
-        patience: float = 10,
+        patience: float = 60,
     ) -> Reply:
         """A leg of the service through the egress listener."""
         connection = await self.egress()

@@ -14,7 +14,7 @@ from http_client import Client, Exchange
 from extproc.names import DESTINATION, ERROR_CODE, LATE, METADATA_NAMESPACE, UPSTREAM
 
 PATH = "/v1/chat/completions"
-PATIENCE = 5.0
+PATIENCE = 60.0
 PASS = ep.ProcessingResponse(response_headers=ep.HeadersResponse())
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE = 10.0  # seconds after which a test that still waits has failed
+PATIENCE = 60.0  # seconds after which a test that still waits has failed
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 Headers = Sequence[tuple[str, str]]

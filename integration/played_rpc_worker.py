@@ -100,7 +100,7 @@ class RpcWorker:
 
     async def arrived(self) -> Asked:
         """The next call that has come."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self._arrivals.get()
 
     async def _generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:

@@ -119,7 +119,7 @@ class RpcEngine(RpcServer):
 
     async def arrived(self) -> Leg:
         """The next leg that has come."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self._arrivals.get()
 
     def _handlers(self) -> tuple[Any, ...]:

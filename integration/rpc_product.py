@@ -82,5 +82,5 @@ class RpcProduct(Product):
         await nothing_left(self)
         for mock in self.mocks:
             for leg in mock.legs:  # type: ignore[attr-defined]
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await leg.ended.wait()

@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import time
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -15,9 +16,24 @@ from product import Product
 from soak_requests import BODY_LIMIT, REQUEST_SECONDS
 
 from extproc.mock import SglangMock
-from extproc.workers.worker import Role
+from extproc.workers.changes import Change
+from extproc.workers.worker import Role, Worker
 
 AFTERMATH = 0.5  # seconds after a worker's return in which requests may still feel that it was away
+
+
+class Moment:
+    """What the gateway began to think of a worker."""
+
+    def __init__(self, when: float, worker: Worker, change: Change) -> None:
+        self.when = when
+        self._text = (
+            f"{when:.3f} {worker.name} {change.value}: {worker.status.value} {worker.reason!r}, "
+            f"breaker {worker.breaker.state.value}, load {worker.load}, endpoint {worker.endpoint}"
+        )
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class SoakedProduct(Product):
@@ -31,18 +47,19 @@ class SoakedProduct(Product):
             request_timeout_secs=REQUEST_SECONDS,
             max_payload_size=BODY_LIMIT,
             health_check_interval_secs=0.5,
-            health_check_timeout_secs=2,
+            health_check_timeout_secs=10,
             health_failure_threshold=3,
             health_success_threshold=1,
             worker_transport_failures=3,
             worker_stall_secs=1,
-            worker_wedge_secs=1.5,
+            worker_wedge_secs=10,
             disable_circuit_breaker=False,
             cb_failure_threshold=5,
             cb_timeout_duration_secs=0.5,
             shutdown_grace_period_secs=5,
             **settings,
         )
+        self.history: deque[Moment] = deque(maxlen=1000)
         self.prefills = [worker("prefill") for _ in range(2)]
         self.decodes = [worker("decode") for _ in range(3)]
 
@@ -52,7 +69,7 @@ class SoakedProduct(Product):
         await super().__aenter__()
         self.mocks = [*self.prefills, *self.decodes]
         self.registered = set(self.service.registry)  # all that there have been
-        self.service.registry.subscribe(lambda worker, _: self.registered.add(worker))
+        self.service.registry.subscribe(self._changed)
         return self
 
     async def __aexit__(
@@ -61,6 +78,14 @@ class SoakedProduct(Product):
         for mock in self.mocks:
             await mock.stop()
         await super().__aexit__(kind, error, trace)
+
+    def _changed(self, worker: Worker, change: Change) -> None:
+        self.registered.add(worker)
+        self.history.append(Moment(time.time(), worker, change))
+
+    def happened(self, began: float, ended: float) -> str:
+        """What the gateway made of its workers around a time, a line each."""
+        return "\n".join(str(moment) for moment in self.history if began - 3 <= moment.when <= ended)
 
     async def restart(self, dead: SglangMock) -> None:
         """Start a worker in the place of one that has died, as its supervisor would."""

@@ -18,7 +18,7 @@ from extproc.exchange.direct import DirectCourse
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.session import Session
 
-_PATIENCE = 12.0  # seconds until all has to be back: Envoy keeps idle connections for 3, an abort may take 5
+_PATIENCE = 60.0  # seconds until all has to be back: Envoy keeps idle connections for 3, an abort may take 5
 _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 _ACTIVE = (
     "http.clients.downstream_rq_active",

@@ -28,7 +28,7 @@ from extproc.workers.worker import Role, Status, Worker
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 P, D = Role.PREFILL, Role.DECODE
-LONG = 10.0  # seconds
+LONG = 60.0  # seconds
 
 
 class Gateway:

@@ -105,7 +105,7 @@ async def test_endpoints_survive_the_sidecars_restart_and_follow_the_new_one(rig
     rig.ads = AdsServer(rig.config.ads)
     await rig.ads.publish(Snapshot(decode=(new.endpoint,)))
     await rig.ads.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (await rig.post(new.address)).status != 200:  # noqa: ASYNC110  # Envoy decides when it comes back
             await asyncio.sleep(0.05)
     assert rig.ads.connected == 1
@@ -118,7 +118,7 @@ async def test_an_idle_connection_is_closed_before_the_worker_would(rig: Rig) ->
     await rig.post(worker.address)
     await rig.post(worker.address)
     assert worker.connections == 1
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         await worker.closed.wait()
 
 

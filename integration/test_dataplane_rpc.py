@@ -26,7 +26,7 @@ from extproc.workers.endpoints import DECODE_GRPC_CLUSTER, PREFILL_GRPC_CLUSTER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 EVENTS = {"content-type": "text/event-stream"}
 PASS_TRAILERS = ep.ProcessingResponse(response_trailers=ep.TrailersResponse())
 

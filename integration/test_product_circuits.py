@@ -47,7 +47,7 @@ async def test_a_decode_that_answers_500_is_left_out_and_tried_again(product: Pr
     assert "circuit breaker" in shown["status_reason"]
     assert product.service.registry.circuits.transitions(worker)[BreakerState.OPEN] >= 1
     bad.behave()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while worker.breaker.state is not BreakerState.CLOSED:
             assert (await product.post(PATH, BODY)).status == 200
     assert product.worker(product.decodes[1]).breaker.state is BreakerState.CLOSED

@@ -387,7 +387,7 @@ async def _streaming(gateway: Gateway) -> Exchange:
 
 async def _refused(client: Client, waiting: Exchange) -> None:
     """Wait until new connections are refused; then a connection from before gets no request through either."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 (await client.connect()).close()

@@ -109,15 +109,18 @@ class Soak:
         await product.records.until(lambda: product.gateway.alive == 0)
         seconds = time.monotonic() - began
         print(f"{requests} requests in {seconds:.1f} s: {dict(book.ends)}; {len(absences)} absences so far")
-        check(book, product.records.all, absences)
+        check(book, product, absences)
 
 
-def check(book: Book, records: list[Record], absences: list[Absence]) -> None:
+def check(book: Book, product: SoakedProduct, absences: list[Absence]) -> None:
     """See that every visit ended as it may, and that the service has taken down the same."""
+    records = product.records.all
     by_id = {record.request_id: record for record in records}
     assert len(by_id) == len(records), "a request was recorded twice"
     odd = [seen for seen in book.odd if not explained(seen, by_id.get(seen.request_id), absences)]
-    assert not odd, f"{len(odd)} ends are unexplained:\n" + "\n".join(map(str, odd[:10]))
+    assert not odd, f"{len(odd)} ends are unexplained:\n" + "\n".join(
+        [*map(str, odd[:10]), "workers meanwhile:", product.happened(odd[0].began, odd[-1].ended)]
+    )
     for request_id, told in book.told.items():
         record = by_id[request_id]
         assert agree(told, (record.status, record.code)), f"{request_id!r} was told {told}, taken down is {record.code}"

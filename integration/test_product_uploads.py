@@ -102,7 +102,7 @@ async def test_a_client_that_expects_100_gets_it(product: Product, size):
     body = chat_of(size)
     headers = [("content-length", str(len(body))), ("expect", "100-continue"), JSON]
     exchange = await _opened(product.client, headers)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await exchange._reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     await exchange.send(body)
     assert (await exchange.whole()).status == 200

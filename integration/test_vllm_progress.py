@@ -20,7 +20,7 @@ QUESTIONS: dict[str, Question] = {
     "responses": streamed(("/v1/responses", {**MODEL, "input": TEXT})),
     "list": streamed(("/v1/completions", {**MODEL, "prompt": [TEXT, "Another one"]})),
 }
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)

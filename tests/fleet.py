@@ -20,7 +20,7 @@ from extproc.workers.resolver import Resolver
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Role, Status, Worker, WorkerUrl
 
-LONG = 20.0  # seconds; how long a test waits for what should be there in milliseconds
+LONG = 60.0  # seconds; how long a test waits for what should be there in milliseconds
 FAST = HealthSettings(timeout=LONG, interval=0.02)
 SLOW = HealthSettings(timeout=LONG, interval=60)  # what happens within a test was not waited for
 PACE = Pace(seek=0.01, confirm=0.005, report=0.02, resolve=0.02)
@@ -314,6 +314,10 @@ class Fleet:
     async def is_said(self, worker: Worker, text: str) -> None:
         """Wait until the worker's trouble contains ``text``; reasons alone are not told to subscribers."""
         await eventually(lambda: text in self.registry.trouble(worker))
+
+    async def is_not_said(self, worker: Worker, text: str) -> None:
+        """Wait until it does not contain ``text``."""
+        await eventually(lambda: text not in self.registry.trouble(worker))
 
 
 @asynccontextmanager

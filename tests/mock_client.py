@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE = 5.0
+PATIENCE = 60.0
 
 
 @dataclass

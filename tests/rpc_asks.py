@@ -56,7 +56,7 @@ def dial(connected: grpc.aio.Channel, mock: RpcMock, request: Any, metadata: Any
     return method(request, metadata=metadata, timeout=timeout)
 
 
-async def ask(mock: RpcMock, request: Any, metadata: Any = (), patience: float = 5) -> Answer:
+async def ask(mock: RpcMock, request: Any, metadata: Any = (), patience: float = 60) -> Answer:
     """Ask for a whole answer."""
     messages: list[Any] = []
     async with channel(mock) as connected:

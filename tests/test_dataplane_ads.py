@@ -39,7 +39,7 @@ class Client:
         await self.stream.write(request)
 
     async def read(self) -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self.stream.read()
 
     async def silent(self) -> bool:

@@ -119,7 +119,7 @@ async def test_it_looks_on_until_it_is_stopped() -> None:
     watch.start()
     for _ in range(3):
         admin.asked.clear()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await admin.asked.wait()
     await watch.stop()
     assert "hosts" not in {task.get_name() for task in asyncio.all_tasks()}

@@ -159,7 +159,7 @@ async def test_a_reader_that_sleeps_does_not_stop_the_loop(
             await asyncio.sleep(0)  # returns: the pipe is full long before the end
 
     received = bytearray()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while b"lines=" not in received:
             try:
                 received += os.read(reader, PIPE_SIZE)

@@ -40,7 +40,7 @@ async def running(*options: str) -> AsyncIterator[Program]:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             words = (await process.stdout.readline()).decode().strip().split()
         url = next(word for word in words if word.startswith("http://")).rstrip(",")
         host, port = url.removeprefix("http://").rsplit(":", 1)
@@ -138,7 +138,7 @@ async def test_a_program_that_publishes_kv_events() -> None:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
         found = re.search(r"http://127\.0\.0\.1:(\d+), KV events tcp://127\.0\.0\.1:\d+, replays (tcp://\S+)$", line)
         assert found is not None, line
@@ -179,7 +179,7 @@ async def test_a_grpc_server_as_a_program(options: list[str], line: str) -> None
     command = [sys.executable, "-m", "extproc", "mock", *options]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         words = (await process.stdout.readline()).decode()
     assert words.startswith(line)
     assert ("bootstrap port" in words) == ("tokenspeed" in words)

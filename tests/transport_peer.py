@@ -12,7 +12,7 @@ import ngh2
 
 from extproc.transport.interface import Header, Lost
 
-PATIENCE = 5  # seconds until a condition that must come true is given up
+PATIENCE = 60.0  # seconds until a condition that must come true is given up
 
 
 @dataclass
