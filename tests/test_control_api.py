@@ -19,6 +19,7 @@ from extproc.control.api import ControlApi
 from extproc.control.auth import Access
 from extproc.workers.client import WorkerClient
 from extproc.workers.load import EngineLoad, RankLoad
+from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status
 
@@ -316,12 +317,13 @@ class TestModels:
         )
 
     async def test_each_once_in_order(self, api: Api) -> None:
-        add_ready(api.registry, P, "http://10.0.0.1:1", "b", "org/a")
-        add_ready(api.registry, D, "http://10.0.0.1:1", "b")
+        add_ready(api.registry, P, "http://10.0.0.1:1", "b", "only prefill", "org/a")
+        add_ready(api.registry, D, "http://10.0.0.2:1", "org/a", "b", "only decode")
         one = {"object": "model", "created": 0, "owned_by": "self_hosted"}
         listing = await api.get("/v1/models")
         assert listing.json == {"object": "list", "data": [{"id": "b"} | one, {"id": "org/a"} | one]}
         assert (await api.get("/v1/models/org/a")).json == {"id": "org/a"} | one
+        assert (await api.get("/v1/models/only%20decode")).status == 404
 
     async def test_aliases_of_what_is_served(self) -> None:
         aliases = {"short": "org/a", "b": "org/a", "gone": "org/c"}
@@ -329,6 +331,7 @@ class TestModels:
         alias = one | {"alias_of": "org/a"}
         async with running(model_aliases=aliases) as api:
             add_ready(api.registry, P, "http://10.0.0.1:1", "b", "org/a")
+            add_ready(api.registry, D, "http://10.0.0.2:1", "b", "org/a")
             listing = await api.get("/v1/models")
             assert listing.json["data"] == [{"id": "org/a"} | one, {"id": "short"} | alias, {"id": "b"} | alias]
             assert (await api.get("/v1/models/short")).json == {"id": "short"} | alias
@@ -339,6 +342,8 @@ class TestModels:
         api.monitor.start()
         async with engine(owner=owner) as server:
             worker = api.registry.add(spec(P, server.url))
+            decode = api.registry.add(spec(D, "http://10.0.0.2:1"))
+            api.registry.describe(decode, Metadata(model_ids=("tiny",), runtime=owner))
             await until(api.registry, lambda: worker.usable)
             listing = await api.get("/v1/models")
             alone = await api.get("/v1/models/tiny")
