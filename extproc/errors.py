@@ -72,7 +72,9 @@ CATALOGUE = _catalogue(
     Fault("tokenizer_not_found", 503, "gRPC workers: the model's tokenizer is not there (yet)", retryable=True),
     Fault("tokenization_queue_full", 503, "gRPC workers: too many long prompts wait to be tokenised", retryable=True),
     Fault("tokenization_failed", 500, "gRPC workers: a defect in tokenising a prompt; the log has the traceback"),
-    Fault("no_models_available", 503, "no registered worker has said which model it serves", retryable=True),
+    Fault(
+        "no_models_available", 503, "no model is known that both a prefill and a decode worker serve", retryable=True
+    ),
     Fault("no_prefill_servers", 503, "`/server_info` and the like: no usable prefill worker to ask", retryable=True),
     Fault("health_generate_failed", 503, "`/health_generate`: no pair answered; the message says why", retryable=True),
     Fault("extproc_unavailable", 503, "Envoy cannot reach the ext_proc service", retryable=True),

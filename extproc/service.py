@@ -302,10 +302,10 @@ class Service:
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change in (Change.ADDED, Change.REMOVED) and self.gateway.rpc is not None:
             self.gateway.rpc.workers = frozenset(each for each in self.registry if each.url.is_grpc)
-        gone = change is Change.STATUS and worker.status in _GONE
+        gone = change is Change.RESTARTED or (change is Change.STATUS and worker.status in _GONE)
         if gone and worker.role is Role.PREFILL:
             self.gateway.prefill_lost(worker)
-        if gone or change in (Change.REMOVED, Change.RESTARTED):
+        if gone or change is Change.REMOVED:
             self.gateway.placer.forget(worker)
         if change is Change.REMOVED:
             self._rooms.forget(worker)

@@ -19,6 +19,7 @@ from extproc.control.api import ControlApi
 from extproc.control.auth import Access
 from extproc.workers.client import WorkerClient
 from extproc.workers.load import EngineLoad, RankLoad
+from extproc.workers.metadata import Metadata
 from extproc.workers.registry import Registry
 from extproc.workers.worker import Role, Status
 
@@ -211,6 +212,43 @@ class TestWorkers:
         assert [worker["id"] for worker in some["workers"]] == [b.id]
         assert (some["total"], some["stats"]["prefill_count"]) == (1, 0)
 
+    @pytest.mark.parametrize(
+        ("query", "shown"),
+        [
+            ("worker_type=prefill", [0, 2]),
+            ("worker_type=decode", [1]),
+            ("worker_type=encode", []),
+            ("connection_mode=grpc", [2]),
+            ("connection_mode=http&worker_type=prefill", [0]),
+            ("model=a&worker_type=prefill&connection_mode=http", [0]),
+            ("model=a", [0, 2]),
+            ("", [0, 1, 2]),
+        ],
+    )
+    async def test_a_part_of_the_list(self, api: Api, query: str, shown: list[int]) -> None:
+        urls = ((P, "http://10.0.0.1:1", "a"), (D, "http://10.0.0.2:1", "b"), (P, "grpc://10.0.0.3:1", "a"))
+        ids = [add_ready(api.registry, *worker).id for worker in urls]
+        listed = (await api.get(f"/workers?{query}")).json
+        assert [ids.index(worker["id"]) for worker in listed["workers"]] == shown
+        assert listed["total"] == len(shown)
+
+    @pytest.mark.parametrize(
+        ("query", "message"),
+        [
+            ("role=prefill", "Unknown query parameter 'role', expected one of model, worker_type, connection_mode"),
+            (
+                "worker_type=Prefill",
+                "Query parameter 'worker_type': 'Prefill' is none of regular, prefill, decode, encode",
+            ),
+            ("worker_type=", "Query parameter 'worker_type': '' is none of regular, prefill, decode, encode"),
+            ("connection_mode=zmq", "Query parameter 'connection_mode': 'zmq' is none of http, grpc"),
+            ("model=a&model=b", "Query parameter 'model' is given more than once"),
+        ],
+    )
+    async def test_a_part_that_nobody_knows(self, api: Api, query: str, message: str) -> None:
+        answer = await api.get(f"/workers?{query}")
+        assert (answer.status, answer.json) == (400, {"error": message, "code": "BAD_REQUEST"})
+
     async def test_the_list_of_an_alias_is_that_of_its_model(self) -> None:
         async with running(model_aliases={"alias": "a"}) as api:
             worker = add_ready(api.registry, P, "http://10.0.0.1:1", "a")
@@ -316,12 +354,13 @@ class TestModels:
         )
 
     async def test_each_once_in_order(self, api: Api) -> None:
-        add_ready(api.registry, P, "http://10.0.0.1:1", "b", "org/a")
-        add_ready(api.registry, D, "http://10.0.0.1:1", "b")
+        add_ready(api.registry, P, "http://10.0.0.1:1", "b", "only prefill", "org/a")
+        add_ready(api.registry, D, "http://10.0.0.2:1", "org/a", "b", "only decode")
         one = {"object": "model", "created": 0, "owned_by": "self_hosted"}
         listing = await api.get("/v1/models")
         assert listing.json == {"object": "list", "data": [{"id": "b"} | one, {"id": "org/a"} | one]}
         assert (await api.get("/v1/models/org/a")).json == {"id": "org/a"} | one
+        assert (await api.get("/v1/models/only%20decode")).status == 404
 
     async def test_aliases_of_what_is_served(self) -> None:
         aliases = {"short": "org/a", "b": "org/a", "gone": "org/c"}
@@ -329,6 +368,7 @@ class TestModels:
         alias = one | {"alias_of": "org/a"}
         async with running(model_aliases=aliases) as api:
             add_ready(api.registry, P, "http://10.0.0.1:1", "b", "org/a")
+            add_ready(api.registry, D, "http://10.0.0.2:1", "b", "org/a")
             listing = await api.get("/v1/models")
             assert listing.json["data"] == [{"id": "org/a"} | one, {"id": "short"} | alias, {"id": "b"} | alias]
             assert (await api.get("/v1/models/short")).json == {"id": "short"} | alias
@@ -339,6 +379,8 @@ class TestModels:
         api.monitor.start()
         async with engine(owner=owner) as server:
             worker = api.registry.add(spec(P, server.url))
+            decode = api.registry.add(spec(D, "http://10.0.0.2:1"))
+            api.registry.describe(decode, Metadata(model_ids=("tiny",), runtime=owner))
             await until(api.registry, lambda: worker.usable)
             listing = await api.get("/v1/models")
             alone = await api.get("/v1/models/tiny")
@@ -524,6 +566,24 @@ class TestShapes:
         assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed")
         assert answer.headers["allow"] == allow
         assert answer.json["error"]["message"] == f"{method} is not allowed here, only {allow}"
+
+    @pytest.mark.parametrize(
+        ("method", "path"), [("POST", "/workers"), ("GET", "/health"), ("GET", "/nowhere"), ("PUT", "/workers")]
+    )
+    async def test_an_expectation_that_nobody_can_meet(self, api: Api, method: str, path: str) -> None:
+        answer = await api.ask(method, path, headers={"expect": "foo"})
+        assert (answer.status, answer.headers["x-pd-error-code"]) == (417, "invalid_request")
+        assert answer.json["error"]["message"] == "Expect: 'foo' is not met, only 100-continue is"
+        assert answer.headers["content-length"] == str(len(answer.text))
+        known = await api.ask("POST", "/workers", data=b"{}", headers={"expect": "100-continue"})
+        assert (known.status, known.json["code"]) == (400, "BAD_REQUEST")
+
+    @pytest.mark.parametrize("path", ["/health", "/readiness", "/workers", "/nowhere", "/workers/x"])
+    async def test_nothing_is_said_of_versions(self, api: Api, path: str) -> None:
+        for headers in ({}, {"expect": "foo"}):
+            answer = await api.get(path, headers=headers)
+            assert "server" not in answer.headers
+            assert not any("aiohttp" in value.lower() or "python" in value.lower() for value in answer.headers.values())
 
     async def test_too_large(self, api: Api) -> None:
         answer = await api.ask("POST", "/workers", data=io.BytesIO(b" " * (1 << 20) + b"x"))

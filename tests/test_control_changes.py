@@ -60,6 +60,27 @@ class TestAnswers:
         assert after == before | {"labels": {"zone": "a", "rack": "1"}, "priority": 3}
         assert (worker.api_key, worker.bootstrap_port, worker.kv_engines[0].id) == ("k", 8999, "e")
 
+    async def test_a_patch_repeats_no_warnings_of_what_it_does_not_say(self, api: Api) -> None:
+        given = {
+            "kv_connector": "MooncakeConnector",
+            "bootstrap_port": 8998,
+            "cost": 2,
+            "resilience": {"max_retries": 1},
+        }
+        worker = await added(api, **given)
+
+        async def warned(patch: dict[str, object]) -> list[str]:
+            answer = (await api.ask("PATCH", f"/workers/{worker.id}", json=patch)).json
+            return [warning.partition(" is of no effect")[0] for warning in answer.get("warnings", [])]
+
+        assert await warned({}) == await warned({"labels": {"zone": "a"}}) == []
+        assert await warned({"resilience": {"cb_timeout_secs": 1}}) == []
+        assert await warned({"resilience": {"max_retries": 2}}) == ["resilience.max_retries"]
+        assert await warned({"cost": 2.0, "priority": 1}) == ["priority", "cost"]
+        assert await warned({"kv_connector": "NixlConnector"}) == ["bootstrap_port"]  # which it was not before
+        assert await warned({"priority": 2}) == ["priority"]
+        assert await warned({"labels": {"bootstrap_port": "8999"}}) == ["bootstrap_port"]
+
     async def test_a_put_replaces_all(self, api: Api) -> None:
         worker = await added(api, labels={"zone": "a"}, api_key="k", health={"failure_threshold": 4}, cost=2)
         answer = await api.ask("PUT", f"/workers/{worker.id}", json=PREFILL | {"bootstrap_port": 9000})

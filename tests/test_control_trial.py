@@ -42,7 +42,8 @@ class Tries:
 async def test_a_pair_that_answered() -> None:
     tries = Tries(GOOD)
     async with running(try_pair=tries) as api:
-        add_ready(api.registry, Role.PREFILL, "http://10.0.0.1:1", "b", "a")
+        for at, role in enumerate((Role.PREFILL, Role.DECODE)):
+            add_ready(api.registry, role, f"http://10.0.0.{at}:1", "b", "a")
         answer = await api.get("/health_generate")
         assert (answer.status, answer.json) == (
             200,

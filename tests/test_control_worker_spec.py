@@ -162,7 +162,7 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
             LEAST | {"url": "w:8000"},
             (
                 "Invalid value for field 'url': not a url - "
-                "URL must start with a lowercase http://, https://, grpc://, grpcs://, or ipc:// scheme"
+                "URL must start with a lowercase http://, https://, grpc://, or grpcs:// scheme"
             ),
         ),
         (
@@ -219,6 +219,8 @@ def test_the_engines_own_transfer_configuration(text: bool) -> None:  # noqa: FB
         ),
         (LEAST | {"zone": None}, "Invalid JSON data: unknown field `zone`"),
         (LEAST | {"kv_connector": ""}, "Invalid JSON data: kv_connector: "),
+        (LEAST | {"kv_connector": "None"}, "kv_connector 'None' is no connector's name: leave it out"),
+        (LEAST | {"labels": {"kv_connector": "null"}}, "kv_connector 'null' is no connector's name: leave it out"),
         (LEAST | {"kv_role": "both"}, "Invalid JSON data: kv_role: unknown variant 'both', expected one of "),
         (LEAST | {"labels": {"kv_role": "both"}}, "Invalid JSON data: kv_role: unknown variant 'both'"),
         (LEAST | {"labels": {"bootstrap_port": "x"}}, "Invalid JSON data: bootstrap_port: expected a valid integer"),

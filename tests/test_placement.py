@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import GatewayError
+from extproc.policies.cache_aware import CacheAwarePolicy
+from extproc.policies.cache_options import CacheAwareSettings
 from extproc.policies.partners import CANDIDATES, NEAR_FACTOR
 from extproc.policies.placement import Placer
 from extproc.policies.random_choice import RandomPolicy
@@ -306,6 +308,20 @@ def test_one_prefill_alone_may_be_a_certain_one():
     assert set(place.prefills(TINY, fleet[1])) == set(fleet[:3])  # for fail-over: those of its kind
 
 
+def test_a_server_in_both_roles_is_not_paired_with_itself():
+    """vLLM's ``kv_both`` may be registered so: each of two such servers prefills for the other one."""
+    both = [worker(role, port) for port in (1, 2) for role in (Role.PREFILL, Role.DECODE)]
+    place = placer(*both)
+    for _ in range(8):
+        prefill, decodes = place.pair(TINY)
+        assert [w.base_url for w in decodes] == [w.base_url for w in both[1::2] if w.base_url != prefill.base_url]
+    assert place.has_pair("tiny", both[3:], both[0])
+    assert not place.has_pair("tiny", both[2:], both[0])
+    with pytest.raises(GatewayError, match="the same server, which is registered as prefill and as") as caught:
+        placer(*both[:2]).pair(TINY)
+    assert caught.value.fault.code == "no_compatible_pd_pair"
+
+
 # -- near and far ------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +398,47 @@ def test_a_near_decode_is_passed_over_only_when_it_has_much_more_to_do(zones, lo
     near = [w for w in decodes if w.labels == {"zone": "a"}]
     if near and pair.decodes[0] not in near:
         assert any(w.load > NEAR_FACTOR * (pair.decodes[0].load + 1) for w in near)
+
+
+class Booking(RoundRobinPolicy):
+    """Keeps in mind whom it was asked for last, as cache_aware and sticky sessions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.booked = []
+
+    def rank(self, candidates, limit, request):
+        found = super().rank(candidates, limit, request)
+        self.booked.append(found[0])
+        return found
+
+    def take_back(self, request):
+        super().take_back(request)
+        self.booked.pop()
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=6), st.lists(st.integers(0, 9), min_size=6, max_size=6))
+def test_only_who_is_chosen_is_booked_near_or_far(zones, loads):
+    """A worker that was only compared must not count as having the request."""
+    decodes = [zoned(Role.DECODE, port, zone) for port, zone in enumerate(zones, 11)]
+    for decode, load in zip(decodes, loads, strict=False):
+        decode.load = load
+    policy = Booking()
+    place = Placer(FakeFleet(zoned(Role.PREFILL, 1, "a"), *decodes), RoundRobinPolicy(), policy)
+    for _ in range(3):
+        pair = place.pair(TINY)
+        assert policy.booked == [pair.decodes[0]]
+        policy.booked.clear()
+
+
+def test_a_prompt_is_on_its_way_to_the_worker_that_gets_it_near_or_far():
+    near, far, farther = fleet = [zoned(Role.DECODE, port, zone) for port, zone in enumerate("abc", 11)]
+    near.load, far.load, farther.load = 9, 5, 6  # too busy to be taken without a look at others, but not by that much
+    policy = CacheAwarePolicy(CacheAwareSettings(), lambda: 0.0, Role.DECODE)
+    request = Asked(prompt=b'"%b"' % (b"x" * 4096))
+    place = Placer(FakeFleet(zoned(Role.PREFILL, 1, "a"), *fleet), RoundRobinPolicy(), policy)
+    assert place.pair(request).decodes[0] is near
+    assert request.notes[policy].cache.worker is near
 
 
 def test_whoever_failed_is_left_out_near_or_far():

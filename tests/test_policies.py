@@ -1,5 +1,6 @@
 """What holds for every policy, and what load does to those that look at it."""
 
+import math
 import random
 from collections import Counter
 
@@ -240,6 +241,20 @@ def test_an_idle_engine_does_not_seem_slow():
     busy(slow, tokens=100, waiting=1, waiting_tokens=100, throughput=3.0)
     busy(other, tokens=200, waiting=1, waiting_tokens=100, throughput=1500.0)
     assert policy.rank(workers, 1, TINY)[0] is other
+
+
+@pytest.mark.parametrize("slowest", [5e-324, 1e-300])
+def test_an_engine_that_hardly_moves_is_not_chosen_and_no_riddle(slowest):
+    """One over such a number is infinite, and nothing compares with what comes of that."""
+    for turned in (1, -1):
+        policy, _ = least_load()
+        stuck, other = workers = fleet(2)
+        busy(stuck, tokens=0, waiting=1, waiting_tokens=0, throughput=slowest)
+        busy(other, tokens=200, waiting=1, waiting_tokens=100, throughput=1500.0)
+        _, scores = policy._scored(workers[::turned])
+        assert all(math.isfinite(score) for score in scores)
+        busy(stuck, tokens=1, waiting=1, waiting_tokens=100, throughput=slowest)
+        assert least_load()[0].rank(workers[::turned], 1, TINY)[0] is other
 
 
 def test_who_says_nothing_counts_as_a_mean_worker():

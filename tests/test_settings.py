@@ -588,7 +588,7 @@ def test_settings_are_frozen_and_hide_the_key() -> None:
     assert "top-secret" not in repr(settings)
 
 
-URL_SCHEME = "URL must start with a lowercase http://, https://, grpc://, grpcs://, or ipc:// scheme"
+URL_SCHEME = "URL must start with a lowercase http://, https://, grpc://, or grpcs:// scheme"
 WRONG: list[tuple[str, str, str]] = [
     ("port", "65536", "Port must be between 0 and 65535 (got '65536')"),
     ("port", "x", "Input should be a valid integer, unable to parse string as an integer (got 'x')"),
@@ -628,6 +628,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("kv_missing", "retry", "Input should be 'recompute' or 'fail' (got 'retry')"),
     ("mooncake_dispatch", "both", "Input should be 'concurrent' or 'sequential' (got 'both')"),
     ("prefill_kv_connector", "", "Must not be empty (got '')"),
+    (
+        "prefill_kv_connector",
+        "none",
+        "kv_connector 'none' is no connector's name: leave it out for an engine that has none",
+    ),
     (
         "decode_kv_connector",
         "MultiConnector",

@@ -5,7 +5,7 @@ import pytest
 from extproc.errors import InvalidUrlError
 from extproc.workers.worker import WorkerUrl
 
-SCHEME = "URL must start with a lowercase http://, https://, grpc://, grpcs://, or ipc:// scheme"
+SCHEME = "URL must start with a lowercase http://, https://, grpc://, or grpcs:// scheme"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,11 @@ def test_what_a_url_says(text, name, host, port):
         ("", "URL cannot be empty"),
         ("prefill:8000", SCHEME),
         ("HTTP://prefill:8000", SCHEME),
-        ("ftp://prefill", SCHEME),
+        ("Grpc://prefill", SCHEME),
+        ("://prefill", SCHEME),
+        ("ftp://prefill", "ftp:// workers are not served; expected one of http://, https://, grpc://, grpcs://"),
+        ("unix:///run/worker", "unix:// workers are not served; expected one of http://"),
+        ("tcp://prefill:5555", "tcp:// workers are not served; expected one of http://"),
         ("http://", "URL must have a valid host"),
         ("http://:8000", "URL must have a valid host"),
         ("http://a b:8000", "URL must have a valid host"),
@@ -46,7 +50,7 @@ def test_what_a_url_says(text, name, host, port):
         ("http://prefill:8000/v1", "without credentials, path, query or fragment"),
         ("http://prefill:8000?x=1", "without credentials, path, query or fragment"),
         ("http://user:secret@prefill", "without credentials, path, query or fragment"),
-        ("ipc:///tmp/worker", "URL must have a valid host"),
+        ("ipc:///tmp/worker", "ipc:// workers are not served; expected one of http://"),
         ("ipc://worker", "ipc:// workers are not served; expected one of http://, https://, grpc://, grpcs://"),
         ("grpcs://10.0.0.1", "needs a host name"),
         ("grpc://prefill:50051/Generate", "without credentials, path, query or fragment"),

@@ -133,6 +133,7 @@ async def test_answers_that_are_none(client: WorkerClient, answer: bytes, kind: 
         (b"HTTP/1.1 200", UnreachableError, "closed without an answer"),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", NoAnswerError, "not HTTP: b'SSH-2.0"),
         (b"HTTP/1.1 ok\r\n\r\n", NoAnswerError, "not HTTP"),
+        (b"HTTP/1.1 102 Processing\r\n\r\n", UnreachableError, "closed without an answer"),
         (b"\r\n\r\n", NoAnswerError, "not HTTP"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"x" * 100_000, NoAnswerError, "a head of more than 65536 bytes"),
     ],
@@ -143,6 +144,19 @@ async def test_what_is_no_answer_to_a_probe(
     async with raw_server(answer) as broken:
         with pytest.raises(kind, match=f"GET /health: {said}"):
             await client.probe(broken, "/health", within=LONG, ip="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n\r\n", 200),
+        (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 102 .\r\n\r\nHTTP/1.1 503 .\r\n\r\nbusy", 503),
+        (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", 101),
+    ],
+)
+async def test_what_is_said_before_the_answer_is_none(client: WorkerClient, answer: bytes, status: int) -> None:
+    async with raw_server(answer) as wordy:
+        assert await client.probe(wordy, "/health", within=LONG, ip="127.0.0.1") == status
 
 
 async def test_a_probe_needs_no_body(client: WorkerClient) -> None:

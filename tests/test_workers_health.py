@@ -381,6 +381,16 @@ class TestIdentity:
             await eventually(lambda: trouble not in f.registry.trouble(worker))
             assert worker.model_ids == ("mine",)
 
+    async def test_a_registration_of_another_engine_is_not_believed(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with engine(owner="vllm") as server, fleet(FAST) as f:
+            worker = f.registry.add(spec(P, server.url, cards=({"id": "tiny"},), runtime="sglang"))
+            await f.is_said(worker, "registered as sglang, but the server is vLLM")
+            reasons = [str(vars(record).get("reason")) for record in caplog.records if record.levelname == "WARNING"]
+            assert any("registered as sglang, but the server is vLLM" in reason for reason in reasons)
+            assert not worker.usable
+            f.registry.change(worker, spec(P, server.url, cards=({"id": "tiny"},), runtime="vllm"))
+            await until(f.registry, lambda: worker.usable)
+
     @pytest.mark.parametrize("half", [{"cards": ({"id": "mine"},)}, {"runtime": "vllm"}])
     async def test_half_of_it_is_not(self, half: dict[str, Any]) -> None:
         async with engine(owner="vllm", model_listing=503) as server, fleet() as f:

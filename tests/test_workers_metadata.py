@@ -212,7 +212,25 @@ async def test_a_vllm_worker_is_never_asked_sglangs_questions() -> None:
         site = Site({"/v1/models": VLLM_MODELS})
         assert (await read_metadata(site, runtime)).runtime == "vllm"
         assert site.asked == ["/v1/models", "/version", "/metrics"]
-    assert (await read_metadata(Site({"/v1/models": VLLM_MODELS}), "sglang")).runtime == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("owner", "registered", "title"),
+    [("vllm", "sglang", "vLLM"), ("sglang", "vllm", "SGLang"), ("vllm", "tokenspeed", "vLLM")],
+)
+async def test_a_worker_that_says_it_is_another_engine_is_kept_out(owner: str, registered: str, title: str) -> None:
+    """What it would be sent it would not understand, and not say so: no cache would be handed over."""
+    site = Site({"/v1/models": {"data": [{"id": "lora"}, {"id": "tiny", "owned_by": owner}]}})
+    said = f"registered as {registered}, but the server is {title}: register it with runtime_type {owner}, or without"
+    with pytest.raises(MismatchError, match=said):
+        await read_metadata(site, registered)
+
+
+@pytest.mark.parametrize("owner", ["nvidia", "somebody", None, 7])
+async def test_one_that_does_not_say_so_is_believed_to_be_what_it_is_registered_as(owner: object) -> None:
+    site = Site({"/v1/models": {"data": [{"id": "tiny", "owned_by": owner}]}})
+    for registered in ("vllm", "sglang"):
+        assert (await read_metadata(site, registered)).runtime == registered
 
 
 async def test_a_server_that_owns_no_model_may_still_tell_its_version() -> None:

@@ -18,6 +18,7 @@ from extproc.workers.health_state import HealthSettings, Pace
 from extproc.workers.kv_config import KvConfig
 from extproc.workers.mooncake_refresh import MooncakeRefresh
 from extproc.workers.no_answer import NoAnswerError
+from extproc.workers.registry import Change
 from extproc.workers.rpc.channels import StatusError
 from extproc.workers.worker import MOONCAKE, NIXL, KvEngine, Role, Status, Worker
 
@@ -107,6 +108,22 @@ async def test_a_restart_that_no_probe_saw_is_found_with_the_next(caplog: pytest
         await eventually(lambda: told(p.decode))
         assert "restarted under the same engine id" in caplog.text
         assert p.prefill_worker.usable
+
+
+async def test_a_restart_is_told_whichever_way_it_shows() -> None:
+    """What it had computed is lost: requests that wait for it, and what is known of its cache, are seen to."""
+    async with pair(FAST) as p:
+        told_of: list[Worker] = []
+        p.fleet.registry.subscribe(lambda worker, change: change is Change.RESTARTED and told_of.append(worker))
+        p.prefill.starts += 1  # under the same engine id
+        await eventually(lambda: told_of)
+        assert told_of == [p.prefill_worker]
+        probes = p.prefill.count("/query")
+        await eventually(lambda: p.prefill.count("/query") > probes + 3)
+        assert told_of == [p.prefill_worker]
+        p.prefill.engine_ids = {"0": "another"}
+        await eventually(lambda: len(told_of) > 1)
+        assert told_of == [p.prefill_worker] * 2
 
 
 async def test_a_failure_of_the_data_path_has_it_looked_at() -> None:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.workers.kv_config import KvConfig, kv_config
-from extproc.workers.pairing import PairingMode, hand_over_alike, mismatch, of_one_model, pairing_key, why_none
+from extproc.workers.pairing import (
+    PairingMode,
+    hand_over_alike,
+    may_pair,
+    mismatch,
+    of_one_model,
+    pairing_key,
+    same_server,
+    why_none,
+)
 from extproc.workers.pairing_key import ANY, Pairing
 from extproc.workers.worker import MOONCAKE, NIXL, Role, Worker, WorkerUrl
 
@@ -20,7 +29,9 @@ VLLM = {**LAYOUT, "version": "0.32.0", "model_path": "/models/tiny"}
 
 
 def worker(role: Role, runtime: str, connector: str = "", /, **labels: str) -> Worker:
-    return Worker(role.value, WorkerUrl("http", "w", 1), role, runtime=runtime, kv_connector=connector, labels=labels)
+    return Worker(
+        role.value, WorkerUrl("http", role.value, 1), role, runtime=runtime, kv_connector=connector, labels=labels
+    )
 
 
 def differ(runtime: str, connector: str, prefill: dict[str, str], decode: dict[str, str], mode: PairingMode) -> Any:
@@ -238,6 +249,64 @@ def test_why_none_names_both_sides_as_the_peer_does() -> None:
     )
     assert reason(prefills, [worker(Role.DECODE, "sglang"), worker(Role.DECODE, "vllm", NIXL)]) == ""
     assert reason([], []) == ""
+
+
+def test_what_strict_misses_is_named() -> None:
+    """Both keys are alike then, and say nothing of what is wrong."""
+    one, other = worker(Role.PREFILL, "vllm", "", **LAYOUT), worker(Role.DECODE, "vllm", NIXL, page_size="64")
+    assert reason([one], [other]) == ""
+    assert reason([one], [other], STRICT) == (
+        "No prefill/decode pair shares a KV transfer protocol "
+        '(mismatch on ["transport", "kv_cache_dtype", "attention_backend", "model_dtype"]; '
+        'prefill: ["vllm/?/dtype=auto,page=64,attn=fa3,model=bfloat16"], decode: ["vllm/nixl/page=64"]; '
+        'not known of prefill, and strict wants it said, as by labels: ["transport"]; '
+        "not known of decode, and strict wants it said, as by labels: "
+        '["kv_cache_dtype", "attention_backend", "model_dtype"])'
+    )
+
+
+@pytest.mark.parametrize("mode", [LENIENT, STRICT])
+def test_a_word_of_the_operators_on_one_side_only_is_said_not_to_count(mode: PairingMode) -> None:
+    labels = SGLANG | {"pairing_protocol": "mine"}
+    one, other = worker(Role.PREFILL, "sglang", **labels), worker(Role.DECODE, "sglang", **SGLANG | {"page_size": "1"})
+    layout = "attn=fa3,model=bfloat16"
+    assert reason([one], [other], mode) == (
+        'No prefill/decode pair shares a KV transfer protocol (mismatch on ["page_size"]; '
+        f'prefill: ["sglang/mooncake/dtype=auto,page=64,{layout}"], '
+        f'decode: ["sglang/mooncake/dtype=auto,page=1,{layout}"]; '
+        'pairing_protocol ["mine"] of prefill is not compared: decode has none)'
+    )
+    yours = worker(Role.DECODE, "sglang", **SGLANG, pairing_protocol="yours")
+    assert reason([one], [yours], mode).endswith(
+        '(mismatch on ["pairing_protocol"]; prefill: ["mine"], decode: ["yours"])'
+    )
+
+
+def at(role: Role, url: str, endpoint: str | None = None) -> Worker:
+    made = Worker(role.value, WorkerUrl.parse(url), role)
+    made.endpoint = endpoint
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "is_one"),
+    [
+        (("http://w:1", None), ("http://w:1", None), True),
+        (("http://w:1", "10.0.0.1:1"), ("http://w:2", "10.0.0.1:2"), False),
+        (("http://w:1", None), ("http://v:1", None), False),
+        (("http://localhost:1", "127.0.0.1:1"), ("http://127.0.0.1:1", "127.0.0.1:1"), True),
+        (("http://[::1]:1", "[::1]:1"), ("http://w:1", "[::1]:1"), True),
+        # A proxy in front of both may tell them apart by name.
+        (("http://prefill:80", "10.0.0.1:80"), ("http://decode:80", "10.0.0.1:80"), False),
+    ],
+)
+def test_a_server_in_both_roles_has_nothing_to_hand_over(prefill: Any, decode: Any, *, is_one: bool) -> None:
+    one, other = at(Role.PREFILL, *prefill), at(Role.DECODE, *decode)
+    assert same_server(one, other) is is_one
+    said = "No prefill/decode pair: the only one that fits is the same server" if is_one else ""
+    for mode in (LENIENT, OFF):
+        assert may_pair(one, other, mode) is not is_one
+        assert reason([one], [other], mode)[: len(said) or None] == said
 
 
 def test_what_keys_do_not_show_is_named_besides() -> None:

@@ -127,10 +127,10 @@ class TestUsable:
         self, registry: Registry, connector: str, *, paired: bool
     ) -> None:
         """A decode that computes the prompt itself, or has a store's cache, has blocks of its own."""
-        workers = [registry.add(spec(role, "http://10.0.0.1:1", kv=KvConfig(connector))) for role in (P, D)]
+        workers = [registry.add(spec(role, f"http://{role.value}:1", kv=KvConfig(connector))) for role in (P, D)]
         for worker, size in zip(workers, ("16", "32"), strict=True):
             registry.describe(worker, Metadata(runtime="vllm", layout={"block_size": size}))
-            registry.place(worker, worker.url.host)
+            registry.place(worker, f"10.0.0.{size}")
             registry.set_status(worker, Status.READY)
         await until(registry, lambda: all(worker.usable for worker in workers))
         assert bool(registry.pairs(None).prefills) is paired
@@ -167,7 +167,7 @@ class TestUsable:
         registry.describe(worker, Metadata(model_ids=("new",)))
         assert registry.usable(P, "old") == ()
         assert registry.usable(P, "new") == (worker,)
-        assert registry.models() == ("new",)
+        assert registry.knows_model("new")
 
     async def test_unknown_model_names_are_not_remembered(self, registry: Registry) -> None:
         worker = add_ready(registry, P, "http://10.0.0.1:8000", "m")
@@ -179,11 +179,33 @@ class TestUsable:
 
 class TestModels:
     async def test_a_model_whose_workers_are_down_is_known(self, registry: Registry) -> None:
-        worker = add_ready(registry, P, "http://10.0.0.1:8000", "m")
-        registry.set_status(worker, Status.FAILED, "gone")
+        workers = [add_ready(registry, role, f"http://10.0.0.{at}:8000", "m") for at, role in enumerate((P, D))]
+        for worker in workers:
+            registry.set_status(worker, Status.FAILED, "gone")
         assert registry.knows_model("m")
         assert not registry.knows_model("other")
         assert registry.models() == ("m",)
+
+    async def test_what_no_pair_can_serve_is_known_and_not_offered(self, registry: Registry) -> None:
+        """Whoever asks for it is told what is missing: that is not the answer to a name that nobody has."""
+
+        def add(role: Role, at: int, connector: str, *models: str) -> Worker:
+            worker = registry.add(spec(role, f"http://10.0.0.{at}:1", kv=KvConfig(connector)))
+            registry.describe(worker, Metadata(model_ids=models, runtime="vllm"))
+            return worker
+
+        add(P, 1, NIXL, "both", "prefill", "apart", "itself")
+        assert registry.models() == ()
+        decode = add(D, 2, NIXL, "decode", "both")
+        assert registry.models() == ("both",)
+        add(D, 3, MOONCAKE, "apart")
+        add(D, 1, NIXL, "itself")
+        add(Role.REGULAR, 4, "", "prefill")
+        registry.add(spec(D, "http://10.0.0.5:1"))  # which has not said what it serves
+        assert registry.models() == ("both",)
+        assert all(map(registry.knows_model, ("prefill", "decode", "apart", "itself")))
+        registry.describe(decode, Metadata(model_ids=("apart", "both", "itself"), runtime="vllm"))
+        assert registry.models() == ("both", "apart", "itself")
 
     async def test_a_worker_that_has_not_said_might_serve_any(self, registry: Registry) -> None:
         assert not registry.knows_model("m")
@@ -253,7 +275,7 @@ class TestReadiness:
         for role, models in ((P, prefill), (D, decode)):
             for number, model in enumerate(models):
                 named = (model,) if model else ()
-                workers.append(add_ready(registry, role, f"http://10.0.0.{number}:8000", *named))
+                workers.append(add_ready(registry, role, f"http://10.0.{role is P:d}.{number}:8000", *named))
         await until(registry, lambda: all(worker.usable for worker in workers))
         state = registry.readiness()
         assert (state.ready, state.reason) == (not reason, reason)
@@ -285,8 +307,23 @@ class TestReadiness:
         await until(registry, lambda: all(worker.usable for worker in workers))
         state = registry.readiness()
         assert state.ready is bool(registry.pairs("m").prefills) is (mode is not PairingMode.STRICT)
-        assert state.ready or state.reason.endswith('prefill: ["sglang/?/?"], decode: ["sglang/?/?"])')
+        assert state.ready or 'prefill: ["sglang/?/?"], decode: ["sglang/?/?"]; not known of ' in state.reason
         await registry.close()
+
+    async def test_a_server_in_both_roles_is_no_pair(self, registry: Registry) -> None:
+        prefill, decode = (add_ready(registry, role, "http://10.0.0.1:1", "m") for role in (P, D))
+        await until(registry, lambda: prefill.usable and decode.usable)
+        assert registry.readiness().reason == (
+            "No prefill/decode pair: the only one that fits is the same server, which is registered as prefill and as "
+            "decode worker"
+        )
+        assert registry.trouble(prefill).startswith("no usable decode worker fits (the only one that fits is the same")
+        assert registry.trouble(decode).startswith("no usable prefill worker fits (the only one that fits is the same")
+        other = add_ready(registry, D, "http://10.0.0.2:1", "m")
+        await until(registry, lambda: other.usable)
+        assert registry.readiness().ready
+        assert registry.pairs("m").tiers(prefill) == ((other,),)
+        assert (registry.trouble(prefill), bool(registry.trouble(decode))) == ("", True)
 
     async def test_pairs_without_a_common_model_do_not_count(self, registry: Registry) -> None:
         """Nixl has one model, Mooncake another, and across them nobody may be paired."""

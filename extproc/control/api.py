@@ -9,6 +9,7 @@ from aiohttp import web
 from extproc.control.auth import Access, auth_middleware
 from extproc.control.engine_metrics import EngineMetricsRoutes
 from extproc.control.fallback import json_errors
+from extproc.control.finish import finish
 from extproc.control.fleet_routes import FleetRoutes
 from extproc.control.info_routes import InfoRoutes
 from extproc.control.loads import LoadRoutes
@@ -78,6 +79,7 @@ class ControlApi:
         trials = TrialRoutes(registry, try_pair)
         app.add_routes(trials.routes())
         app.on_shutdown.append(trials.stop)
+        app.on_response_prepare.append(finish)
         app.add_routes(OpenApiRoutes(access).routes())
         self._runner = web.AppRunner(
             app,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from extproc.control.fallback import json_errors
+from extproc.control.finish import finish
 from extproc.control.metrics import CONTENT_TYPE, Metrics
 
 
@@ -17,6 +18,7 @@ class MetricsServer:
         self._port = port
         app = web.Application(middlewares=[json_errors])
         app.add_routes([web.get("/metrics", self._page)])
+        app.on_response_prepare.append(finish)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:

@@ -18,6 +18,7 @@ from extproc.control import schemas
 from extproc.control.auth import PUBLIC, Access, is_about_models
 from extproc.control.replies import reply
 from extproc.control.tokenizer_routes import TokenizerBody
+from extproc.control.worker_query import MODES, ROLES
 from extproc.workers.registration_body import Body, Patch
 
 _REF: Final = "#/components/schemas/{model}"
@@ -39,6 +40,18 @@ _ID: Final = {
     "schema": {"type": "string", "format": "uuid"},
 }
 _MODEL: Final = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
+_TYPE: Final = {
+    "name": "worker_type",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "string", "enum": list(ROLES)},
+}
+_MODE: Final = {
+    "name": "connection_mode",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "string", "enum": list(MODES)},
+}
 _MODEL_ID: Final = {
     "name": "model",
     "in": "path",
@@ -144,9 +157,9 @@ OPERATIONS: Final = (
         "get",
         "/workers",
         "list_workers",
-        "All workers, or those that serve a model",
-        {200: ("workers", schemas.WorkerList)},
-        parameters=(_MODEL,),
+        "All workers, or those of a model, a type, a protocol",
+        {200: ("workers", schemas.WorkerList), 400: ("another parameter, or no such value", schemas.WorkerError)},
+        parameters=(_MODEL, _TYPE, _MODE),
     ),
     Operation(
         "post",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from extproc.control.worker_query import WorkerQuery
 from extproc.workers.kv_engines import shown_id
 from extproc.workers.pairing import pairing_key
 from extproc.workers.registration import said
@@ -14,9 +15,9 @@ from extproc.workers.worker import Role, Status, Worker
 _MAX_CONNECTION_ATTEMPTS = 20
 
 
-def worker_list(registry: Registry, model: str | None) -> dict[str, object]:
-    """``GET /workers``: all workers, or those that serve ``model``."""
-    shown = [worker for worker in registry if model is None or model in worker.model_ids]
+def worker_list(registry: Registry, wanted: WorkerQuery) -> dict[str, object]:
+    """``GET /workers``: those that are asked for."""
+    shown = wanted.among(registry)
     return {
         "workers": [worker_info(registry, worker) for worker in shown],
         "total": len(shown),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
 from extproc.control.auth import AUDIT
 from extproc.control.replies import reply, worker_fault
 from extproc.control.worker_info import worker_details, worker_list
-from extproc.control.worker_spec import SpecError, fields_of, parse_worker_patch, parse_worker_spec
+from extproc.control.worker_query import parse_worker_query
+from extproc.control.worker_spec import SpecError, fields_of, members_of, parse_worker_patch, parse_worker_spec
 from extproc.workers.registry import Registry, WorkerExistsError, WorkerLeavesError
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Worker
@@ -35,8 +36,12 @@ class WorkerRoutes:
         ]
 
     async def _list(self, request: web.Request) -> web.Response:
-        model = request.query.get("model")
-        return reply(worker_list(self._registry, None if model is None else self._aliases.get(model, model)))
+        try:
+            wanted = parse_worker_query(request.query)
+        except SpecError as error:
+            return worker_fault(400, "BAD_REQUEST", str(error))
+        model = wanted.model
+        return reply(worker_list(self._registry, wanted._replace(model=model and self._aliases.get(model, model))))
 
     async def _add(self, request: web.Request) -> web.Response:
         try:
@@ -52,9 +57,9 @@ class WorkerRoutes:
             )
         location = f"/workers/{worker.id}"
         _audit(request, worker)
-        response = self._accepted(
+        response = _accepted(
             worker,
-            spec,
+            self._warnings(worker, spec),
             "Worker addition queued for background processing",
             url=str(worker.url),
             location=location,
@@ -81,7 +86,7 @@ class WorkerRoutes:
         except WorkerLeavesError as error:
             return worker_fault(409, "WORKER_REMOVAL_IN_PROGRESS", str(error))
         _audit(request, found)
-        return self._accepted(found, spec, "Worker replacement queued for background processing")
+        return _accepted(found, self._warnings(found, spec), "Worker replacement queued for background processing")
 
     async def _change(self, request: web.Request) -> web.Response:
         found = self._find(request)
@@ -92,13 +97,20 @@ class WorkerRoutes:
             if self._registry.get(found.id) is None:  # meanwhile
                 raise WorkerLeavesError(f"Worker {found.id} is being removed")
             spec = parse_worker_patch(body, self._registry.spec(found))
+            before = self._warnings(found, self._registry.spec(found))
             self._registry.change(found, spec)
         except SpecError as error:
             return worker_fault(400, "BAD_REQUEST", str(error))
         except WorkerLeavesError as error:
             return worker_fault(409, "WORKER_REMOVAL_IN_PROGRESS", str(error))
         _audit(request, found, fields=",".join(fields_of(body)))
-        return self._accepted(found, spec, "Worker update queued for background processing")
+        given = members_of(body)
+        warnings = [
+            warning
+            for warning in self._warnings(found, spec)
+            if warning not in before or warning.partition(" ")[0] in given
+        ]
+        return _accepted(found, warnings, "Worker update queued for background processing")
 
     async def _remove(self, request: web.Request) -> web.Response:
         found = self._find(request)
@@ -109,12 +121,10 @@ class WorkerRoutes:
         message = "Worker removal queued for background processing"
         return reply({"status": "accepted", "worker_id": found.id, "message": message}, 202)
 
-    def _accepted(self, worker: Worker, spec: WorkerSpec, message: str, **more: object) -> web.Response:
-        accepted: dict[str, object] = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
+    def _warnings(self, worker: Worker, spec: WorkerSpec) -> Sequence[str]:
+        """What is of no effect of a worker registered as ``spec``; what is about a field begins with its name."""
         unserved = (spec.unserved,) if spec.unserved else ()
-        if warnings := (*unserved, *self._registry.idle(worker), *spec.unused):  # ours
-            accepted["warnings"] = warnings
-        return reply(accepted, 202)
+        return (*unserved, *self._registry.idle(worker), *spec.unused)
 
     def _find(self, request: web.Request) -> Worker | web.Response:
         given = request.match_info["id"]
@@ -124,6 +134,13 @@ class WorkerRoutes:
             return worker_fault(400, "BAD_REQUEST", f"Invalid worker id '{given}': expected a UUID")
         worker = self._registry.get(worker_id)
         return worker or worker_fault(404, "WORKER_NOT_FOUND", f"Worker {worker_id} not found")
+
+
+def _accepted(worker: Worker, warnings: Sequence[str], message: str, **more: object) -> web.Response:
+    accepted: dict[str, object] = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
+    if warnings:  # ours
+        accepted["warnings"] = warnings
+    return reply(accepted, 202)
 
 
 def _check_same(worker: Worker, spec: WorkerSpec) -> None:

@@ -33,6 +33,15 @@ def fields_of(body: bytes) -> list[str]:
     return sorted(orjson.loads(body))
 
 
+def members_of(body: bytes) -> set[str]:
+    """The same, for warnings: of objects the members, as in ``health.timeout_secs``; labels may stand for fields."""
+    found = set()
+    for name, value in orjson.loads(body).items():
+        inside = "" if name == "labels" else f"{name}."
+        found |= {inside + member for member in value} if isinstance(value, dict) else {name}
+    return found
+
+
 def _read(body: bytes, reader: Callable[[Mapping[str, Any]], WorkerSpec]) -> WorkerSpec:
     try:
         value = orjson.loads(body)

@@ -26,6 +26,7 @@ from extproc.workers.worker import Worker
 _FRESH: Final = 0.25  # seconds: figures of engines are read again after so long; they come every few seconds
 _REMEMBERED: Final = 64  # sets of candidates
 _FULLEST: Final = 0.999
+_SLOWEST: Final = 1e-3  # tokens per second: one over less may be infinite, and no number times 0
 
 _Row = tuple[Worker, float, float]  # worker, seconds, seconds per token under way
 
@@ -101,4 +102,4 @@ class ExpectedWait:
 
     def _rate(self, load: EngineLoad) -> float:
         said = load.throughput or 0.0
-        return said if said > 0 and load.waiting else max(said, self._throughput)
+        return max(said, _SLOWEST) if said > 0 and load.waiting else max(said, self._throughput)

@@ -43,18 +43,34 @@ def ranked(
 def nearest(
     policy: Policy, tiers: Tiers, without: Collection[Worker], request: RequestView, room: Room | None, legs: int
 ) -> Sequence[Worker]:
-    """The same, of several groups the nearest first: see the module."""
+    """The same, of several groups the nearest first: see the module.
+
+    The policy is told to take back each ranking of which nothing comes, so that its last one is of the group chosen.
+    """
     chosen: Sequence[Worker] = ()
+    group: Sequence[Worker] = ()  # whose ``chosen`` is
+    last: Sequence[Worker] = ()  # of which the policy's last ranking is, if that counts
     passed: list[Worker] = []  # of nearer groups, which are busy
     for tier in tiers:
         if chosen and chosen[0].load <= NEAR_FACTOR:  # then nobody far can have less than half
             break
+        if last:
+            policy.take_back(request)
         best = ranked(policy, tier, without, request, room, legs)
+        last = tier if best else ()
         if best and (not chosen or chosen[0].load > NEAR_FACTOR * (best[0].load + 1)):
-            passed, chosen = [*chosen, *passed], best
+            passed, chosen, group = [*chosen, *passed], best, tier
     if not chosen:
         return ()
-    found = [*chosen, *passed]
+    if last is not group:
+        if last:
+            policy.take_back(request)
+        chosen = ranked(policy, group, without, request, room, legs)
+    return _filled([*chosen, *passed], tiers, without)
+
+
+def _filled(found: list[Worker], tiers: Tiers, without: Collection[Worker]) -> Sequence[Worker]:
+    """``found``, and as many others, the nearest first, as Envoy may try."""
     for tier in tiers:
         if len(found) >= CANDIDATES:
             break

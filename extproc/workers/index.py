@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from extproc.workers.pairing import PairingMode
+from extproc.workers.pairing import PairingMode, served_models
 from extproc.workers.pairs import Pairs
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.worker import Role, Worker
@@ -74,6 +74,7 @@ class Index:
         self._pairs: dict[tuple[int, int, bool, bool], Pairs] = {}
         self._of_models: dict[str | None, Pairs] = {}  # the same by the model, for those that workers serve
         self._models: dict[str, None] | None = None
+        self._served: dict[str, None] | None = None
         self._readiness: Readiness | None = None
 
     def forget(self) -> None:
@@ -81,7 +82,7 @@ class Index:
         self._of_roles = {}
         self._pairs = {}
         self._of_models = {}
-        self._models = None
+        self._models = self._served = None
         self._readiness = None
 
     def forget_reasons(self) -> None:
@@ -136,6 +137,15 @@ class Index:
         if self._models is None:
             self._models = dict.fromkeys(model for worker in self._serving() for model in worker.model_ids)
         return self._models
+
+    def served(self) -> Mapping[str, None]:
+        """Those of :meth:`models` that a pair of workers, in whatever state, serves."""
+        if self._served is None:
+            serving = list(self._serving())
+            prefills, decodes = ([w for w in serving if w.role is role] for role in (Role.PREFILL, Role.DECODE))
+            of_pairs = served_models(prefills, decodes, self._pairing)
+            self._served = {model: None for model in self.models() if model in of_pairs}
+        return self._served
 
     def knows_model(self, model: str) -> bool:
         """See Registry."""

@@ -17,6 +17,7 @@ from extproc.workers.connectors import BY_FIELDS, MULTI, WITHOUT_FIELDS, canonic
 from extproc.workers.worker import Role
 
 KV_ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
+_NOTHING: Final = ("none", "null", "off", "false")
 WRONG_WAY: Final = {(Role.PREFILL, "kv_consumer"), (Role.DECODE, "kv_producer")}
 
 
@@ -57,6 +58,10 @@ def kv_config(role: Role, said: KvConfig, transfer_config: object = None) -> KvC
     ``said`` are the single fields; ``transfer_config`` is the value of ``--kv-transfer-config``, an object or its text.
     Raises KvConfigError.
     """
+    if said.connector.strip().lower() in _NOTHING:
+        raise KvConfigError(
+            f"kv_connector {said.connector!r} is no connector's name: leave it out for an engine that has none"
+        )
     connector = canonical(said.connector)
     engine = KvConfig() if transfer_config is None else _of_engine(transfer_config, connector)
     if connector == MULTI:

@@ -47,6 +47,7 @@ _MODEL_LABELS = (
 )
 # ``owned_by`` of /v1/models entries -> runtime
 _OWNERS = {"sglang": "sglang", "nvidia": "sglang", "vllm": "vllm"}
+_TITLES = {"sglang": "SGLang", "vllm": "vLLM"}  # who says so of itself, and nobody else does
 _NOT_DISAGGREGATED = "null"  # what SGLang says of a server started without --disaggregation-mode
 _MODELS = "/v1/models"
 _ABSENT = (404, 405, 501)
@@ -101,13 +102,15 @@ class Metadata:
 
 
 async def read_metadata(ask: Ask, runtime: str | None = None) -> Metadata:
-    """Ask a worker what it is. ``runtime``, if known, is believed over the worker.
+    """Ask a worker what it is. ``runtime``, if known, is what it is registered as.
 
     A path that does not exist (404) is an answer: the worker does not say. What fails to come, or cannot be
-    understood, is among ``failed``; after a question that nobody answers no other is put.
+    understood, is among ``failed``; after a question that nobody answers no other is put. Raises MismatchError when
+    the worker says that it is another engine than that.
     """
     questions = _Questions(ask)
     models = _models(await questions.put(_MODELS))
+    _check_engine(runtime, models)
     runtime = runtime or _owner(models)
     if runtime != "sglang":
         version = await questions.put("/version")
@@ -144,6 +147,17 @@ def _check_connector(role: Role, connector: str, own: KvConfig) -> None:
         raise MismatchError(reason)
     if (role, own.role) in WRONG_WAY:
         raise MismatchError(f"registered as {role.value}, but the server's kv_role is {own.role}")
+
+
+def _check_engine(registered: str | None, models: Sequence[Mapping[str, object]]) -> None:
+    """An owner that is no engine known here may well speak as the one that is registered."""
+    owners = [str(entry.get("owned_by")) for entry in models]
+    own = next((owner for owner in owners if owner in _TITLES), registered)
+    if registered is not None and own is not None and own != registered:
+        raise MismatchError(
+            f"registered as {registered}, but the server is {_TITLES[own]}: register it with runtime_type {own}, or "
+            "without one"
+        )
 
 
 class _Questions:

@@ -43,10 +43,11 @@ class MooncakeRefresh:
 
     async def found(self, prefill: Worker, addresses: Mapping[str, object]) -> None:
         """Its bootstrap server says so. Returns when the decode workers in use know it too, or will not listen."""
-        moved = any(self._addresses.get(engine, now) != now for engine, now in addresses.items())
+        moved = [engine for engine, now in addresses.items() if self._addresses.get(engine, now) != now]
         self._remember(addresses)
         if not moved:
             return
+        self._registry.restarted(prefill, moved)
         decodes = [worker for worker in self._registry if _is_told(prefill, worker, self._registry.pairing)]
         _logger.warning(
             "a Mooncake prefill restarted under the same engine id; its decode workers are told",

@@ -16,13 +16,13 @@ data type and more, and it fails the request, unless told not to look (``enforce
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Final
 
 from extproc.workers.pairing_key import ANY, UNKNOWN, Pairing
-from extproc.workers.worker import Worker
+from extproc.workers.worker import Worker, is_ip_address
 
 _LAYOUT: Final = ("transport", "kv_cache_dtype", "page_size", "attention_backend", "model_dtype")
 # Not in a worker's key: where they differ, their values are named besides.
@@ -37,6 +37,7 @@ _TORCH: Final = "torch."
 _SHORT: Final = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 _VERSION: Final = re.compile(r"v?(\d{1,9})\.(\d{1,9})")
 _HASHED_SINCE: Final = (0, 13)  # vLLM pull request 29503
+ITSELF: Final = "the only one that fits is the same server, which is registered as prefill and as decode worker"
 _SHOWN: Final = 8  # keys or values of one side in a message
 
 
@@ -50,7 +51,26 @@ class PairingMode(Enum):
 
 def may_pair(prefill: Worker, decode: Worker, mode: PairingMode) -> bool:
     """Whether ``decode`` may fetch what ``prefill`` has computed."""
-    return not mismatch(prefill.pairing, decode.pairing, mode)
+    return not mismatch(prefill.pairing, decode.pairing, mode) and not same_server(prefill, decode)
+
+
+def same_server(prefill: Worker, decode: Worker) -> bool:
+    """Whether both are one server, registered twice: it has nothing to hand over to itself.
+
+    One address under two names may be a proxy that tells servers apart by name; under a name and by itself it is not.
+    """
+    if prefill.base_url == decode.base_url:
+        return True
+    if prefill.endpoint is None or prefill.endpoint != decode.endpoint:
+        return False
+    return is_ip_address(prefill.url.host) or is_ip_address(decode.url.host)
+
+
+def in_both_roles(prefills: Iterable[Worker], decodes: Iterable[Worker]) -> Callable[[Worker], bool]:
+    """Tells of a worker whether it may be in both roles; for those of which it is true, :func:`same_server` decides."""
+    marks = [{mark for worker in side for mark in (worker.base_url, worker.endpoint)} for side in (prefills, decodes)]
+    both = (marks[0] & marks[1]) - {None}
+    return lambda worker: bool(both) and (worker.base_url in both or worker.endpoint in both)
 
 
 def share_model(one: Worker, other: Worker) -> bool:
@@ -93,32 +113,77 @@ def mismatch(prefill: Pairing, decode: Pairing, mode: PairingMode) -> tuple[str,
     )
 
 
-def of_one_model(prefills: Iterable[Worker], decodes: Iterable[Worker]) -> list[tuple[Worker, Worker]]:
-    """The pairs that have a model in common, one of each kind of worker."""
-    kinds = [{(worker.model_ids, worker.pairing): worker for worker in side}.values() for side in (prefills, decodes)]
+def of_one_model(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> list[tuple[Worker, Worker]]:
+    """The pairs that have a model in common, one of each kind of worker; those in both roles are kinds of their own."""
+    doubled = in_both_roles(prefills, decodes)
+    kinds = [
+        {(worker.model_ids, worker.pairing, doubled(worker) and worker.base_url): worker for worker in side}.values()
+        for side in (prefills, decodes)
+    ]
     return [(prefill, decode) for prefill in kinds[0] for decode in kinds[1] if share_model(prefill, decode)]
+
+
+def served_models(prefills: Sequence[Worker], decodes: Sequence[Worker], mode: PairingMode) -> dict[str, None]:
+    """The models that some pair of these has said it serves, in order of the prefill workers."""
+    pairs = [pair for pair in of_one_model(prefills, decodes) if may_pair(*pair, mode)]
+    return dict.fromkeys(model for prefill, decode in pairs for model in prefill.model_ids if model in decode.model_ids)
 
 
 def why_none(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str:
     """Why none of ``pairs`` may be, in the peer's words; empty when one may, or there are none."""
     found = difference(pairs, mode)
+    if not found and pairs and all(same_server(*pair) for pair in _fitting(pairs, mode)):
+        return f"No prefill/decode pair: {ITSELF}"
     return f"No prefill/decode pair shares a KV transfer protocol ({found})" if found else ""
 
 
 def difference(pairs: Sequence[tuple[Worker, Worker]], mode: PairingMode) -> str:
-    """In what ``pairs`` do not fit, and the keys of both sides; empty when one fits, or there are none."""
+    """In what ``pairs`` do not fit, and the keys of both sides; empty when one fits, or there are none.
+
+    Whether the two are one server is not looked at.
+    """
     found = [mismatch(prefill.pairing, decode.pairing, mode) for prefill, decode in pairs]
     if not all(found) or not found:
         return ""
-    sides = [list(dict.fromkeys(pair[side].pairing for pair in pairs)) for side in (0, 1)]
+    needs = [(prefill.pairing, decode.pairing) for prefill, decode in pairs]
+    sides = [list(dict.fromkeys(side)) for side in zip(*needs, strict=True)]
     parts = [name for name in _NAMES if any(name in names for names in found)]
-    said = [_listed(pairing.key for pairing in side) for side in sides]
+    said = [_listed(_compared(*pair) for pair in ordered) for ordered in (needs, [pair[::-1] for pair in needs])]
     message = f"mismatch on {_listed(parts)}; prefill: {said[0]}, decode: {said[1]}"
     for part in (_MODE, *_HANDSHAKE):
         if part in parts:
             values = [_listed(getattr(pairing, part) or UNKNOWN for pairing in side) for side in sides]
             message += f"; {part}: {values[0]} and {values[1]}"
+    return message + _one_sided(needs) + (_unknown(parts, sides) if mode is PairingMode.STRICT else "")
+
+
+def _compared(own: Pairing, other: Pairing) -> str:
+    """The key by which ``own`` was compared with ``other``."""
+    return own.key if other.protocol else own.structure
+
+
+def _one_sided(needs: Sequence[tuple[Pairing, Pairing]]) -> str:
+    """That an operator's word does not count, where there is one on one side only."""
+    message = ""
+    for at, (role, partner) in enumerate((("prefill", "decode"), ("decode", "prefill"))):
+        words = [pair[at].protocol for pair in needs if pair[at].protocol and not pair[1 - at].protocol]
+        if words:
+            message += f"; pairing_protocol {_listed(words)} of {role} is not compared: {partner} has none"
     return message
+
+
+def _unknown(parts: Sequence[str], sides: Sequence[Sequence[Pairing]]) -> str:
+    """Which of the parts that do not fit nobody has said, which is why."""
+    message = ""
+    for role, side in zip(("prefill", "decode"), sides, strict=True):
+        unsaid = [name for name in parts if any(getattr(one, name, "-") in ("", UNKNOWN) for one in side)]
+        if unsaid:
+            message += f"; not known of {role}, and strict wants it said, as by labels: {_listed(unsaid)}"
+    return message
+
+
+def _fitting(pairs: Iterable[tuple[Worker, Worker]], mode: PairingMode) -> list[tuple[Worker, Worker]]:
+    return [(prefill, decode) for prefill, decode in pairs if not mismatch(prefill.pairing, decode.pairing, mode)]
 
 
 def _fit(part: str, one: str, other: str, *, strict: bool) -> bool:

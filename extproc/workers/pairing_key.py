@@ -71,7 +71,12 @@ class Pairing(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The text: the operator's word, or ``runtime/transport/layout`` with what is known of the layout."""
+        """The text: the operator's word, or what :attr:`structure` says."""
+        return self.protocol or self.structure
+
+    @property
+    def structure(self) -> str:
+        """``runtime/transport/layout`` with what is known of the layout."""
         parts = {
             "dtype": self.kv_cache_dtype,
             "page": self.page_size,
@@ -79,7 +84,7 @@ class Pairing(NamedTuple):
             "model": self.model_dtype,
         }
         layout = ",".join(f"{name}={value}" for name, value in parts.items() if value)
-        return self.protocol or f"{self.runtime}/{self.transport}/{layout or UNKNOWN}"
+        return f"{self.runtime}/{self.transport}/{layout or UNKNOWN}"
 
 
 def enforces_handshake(labels: Mapping[str, str]) -> bool:

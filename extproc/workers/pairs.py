@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from extproc.workers.pairing import PairingMode, difference, hand_over_alike, may_pair, of_one_model, share_model
+from extproc.workers.pairing import (
+    ITSELF,
+    PairingMode,
+    difference,
+    hand_over_alike,
+    in_both_roles,
+    mismatch,
+    of_one_model,
+    same_server,
+    share_model,
+)
 from extproc.workers.topology import NOWHERE, Place, tiers
 from extproc.workers.worker import Role, Worker
 
@@ -59,7 +69,9 @@ class Pairs:
         self._located = any(w.place is not NOWHERE for w in prefills) and any(w.place is not NOWHERE for w in decodes)
         self._paired: dict[Role, set[Kind]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self._partners = self._by_kind()
-        fit = tuple(worker for worker in prefills if self._partners[self._kind(worker)])
+        self._doubled = in_both_roles(prefills, decodes)
+        self._others: dict[tuple[int, str], Sequence[Worker]] = {}  # partners without the server itself
+        fit = tuple(worker for worker in prefills if self._partners_of(worker))
         self.prefills: Sequence[Worker] = prefills if len(fit) == len(prefills) else fit
         self._alone: dict[tuple[Role, Kind], str] = {}
         self._alike: dict[tuple[str, str, str], Sequence[Worker]] = {}
@@ -86,8 +98,10 @@ class Pairs:
         """Why ``worker``, usable or not, has no partner; empty when it has, or when there is nobody to be one."""
         role, kind = worker.role, self._kind(worker)
         others = self.usable_decodes if role is Role.PREFILL else self.usable_prefills
-        if not others or role not in self._paired or kind in self._paired[role]:
+        if not others or role not in self._paired:
             return ""
+        if kind in self._paired[role]:
+            return f"no usable {others[0].role.value} worker fits ({ITSELF})" if self._is_its_own(worker) else ""
         why = self._alone.get((role, kind))
         if why is None:
             pairs = of_one_model([worker], others) if role is Role.PREFILL else of_one_model(others, [worker])
@@ -96,8 +110,28 @@ class Pairs:
             self._alone[role, kind] = why
         return why
 
-    def _tiers_of(self, prefill: Worker) -> Tiers:
+    def _partners_of(self, prefill: Worker) -> Sequence[Worker]:
+        """All that fit but the server itself; the same object for those that have the same."""
         partners = self._partners[self._kind(prefill)]
+        if not self._doubled(prefill):
+            return partners
+        key = id(partners), prefill.base_url
+        if key not in self._others:
+            others = tuple(worker for worker in partners if not same_server(prefill, worker))
+            self._others[key] = partners if len(others) == len(partners) else others
+        return self._others[key]
+
+    def _is_its_own(self, worker: Worker) -> bool:
+        """Whether a worker that is in both roles has no partner but itself."""
+        if not self._doubled(worker):
+            return False
+        if worker.role is Role.PREFILL:
+            return worker in self.usable_prefills and not self._partners_of(worker)
+        served = worker in self.usable_decodes
+        return served and not any(worker in self._partners_of(prefill) for prefill in self.prefills)
+
+    def _tiers_of(self, prefill: Worker) -> Tiers:
+        partners = self._partners_of(prefill)
         place = prefill.place if self._located else NOWHERE
         seen = self._seen_from.get((id(partners), place))
         if seen is None:
@@ -123,4 +157,5 @@ class Pairs:
         return found
 
     def _fit(self, prefill: Worker, decode: Worker) -> bool:
-        return may_pair(prefill, decode, self.mode) and (not self._any_model or share_model(prefill, decode))
+        fits = not mismatch(prefill.pairing, decode.pairing, self.mode)
+        return fits and (not self._any_model or share_model(prefill, decode))

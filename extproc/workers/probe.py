@@ -12,6 +12,8 @@ from typing import Final
 from extproc.workers.one_request import BadAnswerError, Where, ask
 
 _LONGEST_HEAD: Final = 64 * 1024
+_FINAL: Final = 200  # and above
+_SWITCHING: Final = 101  # after which nothing follows in HTTP
 
 
 class ClosedError(ConnectionError):
@@ -22,7 +24,7 @@ class ClosedError(ConnectionError):
 
 
 class _Head(asyncio.Protocol):
-    """Waits for the head of an answer."""
+    """Waits for the head of an answer; interim ones (1xx), which may come before it, say nothing of its status."""
 
     def __init__(self) -> None:
         self._seen = b""
@@ -32,15 +34,20 @@ class _Head(asyncio.Protocol):
         self._seen += data
         if self.status.done():
             return
-        if b"\r\n\r\n" in self._seen:
+        while b"\r\n\r\n" in self._seen:
+            head, _, self._seen = self._seen.partition(b"\r\n\r\n")
             try:
-                version, status = self._seen.split(maxsplit=2)[:2]
+                version, status = head.split(maxsplit=2)[:2]
                 if not version.startswith(b"HTTP/1."):
                     raise ValueError(version)
-                self.status.set_result(int(status))
+                number = int(status)
             except ValueError:
-                self.status.set_exception(BadAnswerError(f"not HTTP: {self._seen[:40]!r}"))
-        elif len(self._seen) > _LONGEST_HEAD:
+                self.status.set_exception(BadAnswerError(f"not HTTP: {head[:40]!r}"))
+                return
+            if number >= _FINAL or number == _SWITCHING:
+                self.status.set_result(number)
+                return
+        if len(self._seen) > _LONGEST_HEAD:
             self.status.set_exception(BadAnswerError(f"a head of more than {_LONGEST_HEAD} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from extproc.workers import ranks
 from extproc.workers.addresses import Addresses, EndpointTakenError
@@ -193,6 +193,12 @@ class Registry(Roster):
                 self._tell(record.worker, Change.IDENTITY)
                 if before and own:
                     self._tell(record.worker, Change.RESTARTED)
+
+    def restarted(self, worker: Worker, engines: Collection[str]) -> None:
+        """Say that these engine cores of the worker's server, by their ids, are other processes by now."""
+        for record in self._entries(worker):
+            if any(engine.id in engines for engine in record.worker.kv_engines):
+                self._tell(record.worker, Change.RESTARTED)
 
     def set_tokenizer(self, model: str, missing: str) -> None:
         """Say why there is no tokenizer for ``model``, of its gRPC workers; empty when there is one."""

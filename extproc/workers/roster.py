@@ -105,8 +105,8 @@ class Roster:
         return self._records[worker.id].replaced
 
     def models(self) -> tuple[str, ...]:
-        """Every model id that a registered worker, in whatever state, is known to serve, and may be asked for."""
-        return tuple(self._index.models())
+        """Every model id that may be asked for: a prefill and a decode worker, in whatever state, may serve it."""
+        return tuple(self._index.served())
 
     def listed(self, model: str) -> Mapping[str, object]:
         """What the first worker that lists ``model`` in its own ``/v1/models`` says of it; empty when none does."""

@@ -30,7 +30,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _DEFAULT_PORTS = {"http": 80, "https": 443, "grpc": 80, "grpcs": 443}
 _CONNECTION_MODES = {"http": "http", "https": "http", "grpc": "grpc", "grpcs": "grpc"}
 _TLS = ("https", "grpcs")
-_SCHEMES = ("http", "https", "grpc", "grpcs", "ipc")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class Role(Enum):
@@ -86,10 +86,14 @@ class WorkerUrl:
         """Parse ``text``; raises InvalidUrlError with the peer's messages (smg config validation)."""
         if not text:
             raise InvalidUrlError(text, "URL cannot be empty")
-        if not text.startswith(tuple(f"{scheme}://" for scheme in _SCHEMES)):
+        scheme = _SCHEME.match(text)
+        if scheme is None or (scheme[1] not in _DEFAULT_PORTS and scheme[1].lower() in _DEFAULT_PORTS):
             raise InvalidUrlError(
-                text, "URL must start with a lowercase http://, https://, grpc://, grpcs://, or ipc:// scheme"
+                text, "URL must start with a lowercase http://, https://, grpc://, or grpcs:// scheme"
             )
+        if scheme[1] not in _DEFAULT_PORTS:
+            known = ", ".join(f"{served}://" for served in _DEFAULT_PORTS)
+            raise InvalidUrlError(text, f"{scheme[1]}:// workers are not served; expected one of {known}")
         try:
             parts = urlsplit(text)
             host, port = parts.hostname, parts.port
@@ -97,9 +101,6 @@ class WorkerUrl:
             raise InvalidUrlError(text, f"URL must have a valid host ({error})") from None
         if not host or not (_HOST_NAME.fullmatch(host) or is_ip_address(host)):
             raise InvalidUrlError(text, "URL must have a valid host")
-        if parts.scheme not in _DEFAULT_PORTS:
-            known = ", ".join(f"{scheme}://" for scheme in _DEFAULT_PORTS)
-            raise InvalidUrlError(text, f"{parts.scheme}:// workers are not served; expected one of {known}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
             raise InvalidUrlError(text, "URL must be scheme://host[:port] without credentials, path, query or fragment")
         if parts.scheme in _TLS and is_ip_address(host):
