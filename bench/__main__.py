@@ -46,8 +46,8 @@ def main() -> int:
 
 
 def _other(checkout: Path) -> Launch:
-    """The gateway of another checkout. Vllm cases are left to ours: the other may not know them."""
-    only = frozenset(case.name for case in CASES if case.kind is Kind.SGLANG)
+    """The gateway of another checkout. The cases of vLLM's HTTP workers are left to ours."""
+    only = frozenset(case.name for case in CASES if case.kind is not Kind.VLLM)
     return Launch(name="pd-extproc-other", checkout=checkout.resolve(), only=only)
 
 

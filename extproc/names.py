@@ -14,7 +14,7 @@ PROGRESS_NAMESPACE: Final = "pd_extproc"
 WATCHED: Final = "watched"
 
 # Which cluster of workers.endpoints the destination belongs to. Egress: on every leg. Client listener: where it is not
-# that of the path: PREFILL_CLUSTER on a path of pairs, and those of gRPC workers. Removed by the route.
+# that of the path: PREFILL_CLUSTER on a path of pairs, gRPC workers', and ANSWERS_CLUSTER. Removed by the route.
 CLUSTER: Final = "x-pd-cluster"
 
 # Response header on answers of workers: "ip:port" of the one that really answered, after any fail-over.
@@ -48,6 +48,7 @@ OUR_PREFIX: Final = "x-pd-"
 EXTPROC_CLUSTER: Final = "extproc"
 ADS_CLUSTER: Final = "ads"
 CONTROL_CLUSTER: Final = "control"
+ANSWERS_CLUSTER: Final = "answers"  # the service once more, as a worker would be: answers that it makes itself
 
 CLIENT_LISTENER: Final = "clients"
 EGRESS_LISTENER: Final = "egress"

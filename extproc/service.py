@@ -156,11 +156,17 @@ class Service:
         self._kv_events = None if self.prefixes is None else self._event_feed(self.prefixes, metrics)
         self._rooms = Rooms(self.gateway.config.legs.prefill_limit, self.gateway.legs.freed)
         self._access_logs = AccessLogs(self.gateway.progress.received)
-        server = Ngh2ProcessServer if settings.grpc_transport is GrpcTransport.NGH2 else GrpcioProcessServer
-        self._server: ProcessServer = server(others=self._access_logs.methods)
+        self._server = self._process_server()
         self.registry.subscribe(self._on_change)
         if self.gateway.conditional is not None:
             LoneDecodeWarnings(self.registry, self.gateway.handoffs, _conditions(settings))
+
+    def _process_server(self) -> ProcessServer:
+        methods = self._access_logs.methods
+        if self._settings.grpc_transport is not GrpcTransport.NGH2:
+            return GrpcioProcessServer(others=methods)  # which speaks gRPC only: nothing can be fetched from it
+        self.gateway.fetches = True
+        return Ngh2ProcessServer(others=methods, answers=self.gateway.fetch)
 
     def _placer(self) -> Placer:
         settings = self._settings

@@ -20,6 +20,8 @@ class Stream:
         self._number = number
         self._changed = asyncio.Event()
         self._error: int | None = None
+        self._unread = 0  # bytes that no credit was given for, on a connection that gives it by hand
+        self.reads = not connection.by_hand
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -41,6 +43,12 @@ class Stream:
         return left
 
     # -- receiving ------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """From now on read what comes, on a connection where streams do not until they are told to."""
+        self.reads = True
+        self._connection.h2.acknowledge_received_data(self._unread, self._number)
+        self._connection.flush()
 
     async def head(self) -> Reply:
         """The answer's status and headers."""
@@ -89,6 +97,10 @@ class Stream:
                 reply.headed = time.time()
             case ngh2.DataReceived():
                 reply.body += event.data
+                if self.reads and self._connection.by_hand:
+                    self._connection.h2.acknowledge_received_data(len(event.data), self._number)
+                elif not self.reads:
+                    self._unread += len(event.data)
             case ngh2.StreamReset() | ngh2.StreamClosed():
                 if event.error_code and not reply.ended:
                     self._error = event.error_code
@@ -104,20 +116,21 @@ class Stream:
 
 
 class Http2Client(asyncio.Protocol):
-    """One connection with any number of requests on it."""
+    """One connection with any number of requests on it. ``by_hand``: a stream is not read until it is told to."""
 
-    def __init__(self, authority: str) -> None:
-        self.h2 = ngh2.Connection(ngh2.Role.CLIENT)
+    def __init__(self, authority: str, *, by_hand: bool = False) -> None:
+        self.by_hand = by_hand
+        self.h2 = ngh2.Connection(ngh2.Role.CLIENT, ngh2.Configuration(auto_window_update=not by_hand))
         self._authority = authority
         self._streams: dict[int, Stream] = {}
         self._transport: asyncio.Transport
         self._gone = asyncio.Event()
 
     @classmethod
-    async def connect(cls, host: str, port: int) -> Self:
+    async def connect(cls, host: str, port: int, *, by_hand: bool = False) -> Self:
         """Connect and say hello."""
         loop = asyncio.get_running_loop()
-        _, client = await loop.create_connection(lambda: cls(f"{host}:{port}"), host, port)
+        _, client = await loop.create_connection(lambda: cls(f"{host}:{port}", by_hand=by_hand), host, port)
         return client
 
     def open(self, path: str, headers: Headers = (), method: str = "POST", *, end: bool = False) -> Stream:
@@ -152,6 +165,8 @@ class Http2Client(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         self.h2.initiate_connection()
+        if self.by_hand:  # what some streams do not read must not be credit that others lack
+            self.h2.set_local_window_size(1 << 30)
         self.flush()
 
     def data_received(self, data: bytes) -> None:

@@ -19,15 +19,16 @@ from rpc_product import RpcProduct
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-READERS = 12
 BODY: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "hello"}],
     "max_tokens": 1000,
     "stream": True,
 }
-# What an answer may take in Envoy while nobody reads it, with what the kernel's sockets hold left aside.
+# What a sequence may take in Envoy, and here, while nobody reads it, with what the kernel's sockets hold left aside.
 MOST_EACH = 2.5 * (1 << 20)
+# Of one sample Envoy runs the call itself, of two it fetches the answer from the gateway: how many of how many readers.
+COURSES = {"direct": (1, 12), "relayed": (2, 4)}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -56,7 +57,7 @@ async def until_still(count: Callable[[], int]) -> None:
 class Crowd(Protocol):
     """Clients that ask, and do not read until they are told to."""
 
-    async def ask(self) -> None: ...
+    async def ask(self, readers: int, body: dict[str, Any]) -> None: ...
 
     async def read(self, until: Callable[[], bool]) -> None: ...
 
@@ -70,9 +71,9 @@ class OverHttp1:
         self._client = product.client
         self._asked: list[Exchange] = []
 
-    async def ask(self) -> None:
-        for _ in range(READERS):
-            exchange = await self._client.open("/v1/chat/completions", BODY, buffer=1 << 12)
+    async def ask(self, readers: int, body: dict[str, Any]) -> None:
+        for _ in range(readers):
+            exchange = await self._client.open("/v1/chat/completions", body, buffer=1 << 12)
             exchange._writer.transport.pause_reading()
             exchange._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
             self._asked.append(exchange)
@@ -90,15 +91,21 @@ class OverHttp1:
 
 
 class OverHttp2:
-    """One connection for all."""
+    """One connection for all, which is not read."""
+
+    by_hand = False
 
     def __init__(self, product: RpcProduct) -> None:
         self._product = product
 
-    async def ask(self) -> None:
-        self._client = await Http2Client.connect(self._product.client.host, self._product.client.port)
-        self._asked = [self._client.post("/v1/chat/completions", BODY) for _ in range(READERS)]
+    async def ask(self, readers: int, body: dict[str, Any]) -> None:
+        host, port = self._product.client.host, self._product.client.port
+        self._client = await Http2Client.connect(host, port, by_hand=self.by_hand)
+        self._asked = [self._client.post("/v1/chat/completions", body) for _ in range(readers)]
         await self._asked[-1].head()
+        self._stop()
+
+    def _stop(self) -> None:
         self._client._transport.pause_reading()
 
     async def read(self, until: Callable[[], bool]) -> None:
@@ -111,8 +118,25 @@ class OverHttp2:
         await self._client.close()
 
 
-@pytest.mark.parametrize("protocol", ["http1", "http2"])
-async def test_readers_that_do_not_read(product: RpcProduct, protocol: str) -> None:
+class OverHttp2Streams(OverHttp2):
+    """One connection for all, which is read; but none of the streams is."""
+
+    by_hand = True
+
+    def _stop(self) -> None:
+        """They have not begun to."""
+
+    async def read(self, until: Callable[[], bool]) -> None:
+        self._asked[0].read()
+        async with asyncio.timeout(60):
+            while not until():
+                await self._asked[0].progress()
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("crowded", [OverHttp1, OverHttp2, OverHttp2Streams])
+async def test_readers_that_do_not_read(product: RpcProduct, crowded: Callable[..., Crowd], course: str) -> None:
+    samples, readers = COURSES[course]
     ids = product.ids("The quick brown fox jumps over the lazy dog, again and again; ") * 8
 
     async def flood(leg: Leg) -> None:
@@ -135,13 +159,13 @@ async def test_readers_that_do_not_read(product: RpcProduct, protocol: str) -> N
     def written() -> int:
         return sum(leg.written for leg in legs())
 
-    crowd: Crowd = OverHttp2(product) if protocol == "http2" else OverHttp1(product)
-    await crowd.ask()
-    await soon(lambda: len(legs()) == READERS, "not all have come")
+    crowd = crowded(product)
+    await crowd.ask(readers, BODY | {"n": samples})
+    await soon(lambda: len(legs()) == readers * samples, "not all have come")
     await until_still(written)
     assert not any(leg.ended.is_set() for leg in legs())
-    assert resident(product.envoy.pid) - envoy < READERS * MOST_EACH
-    assert resident("self") - own < READERS * MOST_EACH
+    assert resident(product.envoy.pid) - envoy < readers * samples * MOST_EACH
+    assert resident("self") - own < readers * samples * MOST_EACH
     others = await asyncio.wait_for(product.client.get("/v1/models"), 5)
     assert others.status == 200
     before = written()

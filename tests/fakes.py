@@ -161,6 +161,7 @@ class FakeLeg:
         self.cancelled = False
         self.over = False  # its answer is complete, or lost
         self.paused = False
+        self.trickles = False
 
     @property
     def out(self):
@@ -174,6 +175,9 @@ class FakeLeg:
 
     def resume(self):
         self.paused = False
+
+    def trickle(self):
+        self.trickles = True
 
     @property
     def path(self):
@@ -359,6 +363,7 @@ class Rig:
         assert self.gateway.alive == 0
         assert self.gateway.handoffs.live == 0
         assert self.gateway.late == {}
+        assert self.gateway.fetched == {}
         assert self.gateway.progress.watched == 0
         assert self.egress.out == []
         assert {w.id: (w.load, w.tokens) for w in self.workers if w.load or w.tokens} == {}

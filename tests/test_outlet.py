@@ -1,13 +1,15 @@
-"""The two ways of an answer that is made here: Envoy's local reply, and a second call's."""
+"""The ways of an answer that is made here: Envoy's local reply, a second call's, and what Envoy fetches."""
 
 import pytest
-from fakes import LateCall, Rig, rejection
-from test_relayed import relayed
+from fakes import LateCall, Rig, mutated, rejection
+from test_relayed import CHAT, PATH, chat_answer, delta, legs, relayed
 
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.clock import SECOND_CALL_SECONDS
 from extproc.exchange.outlet import LateReply, LocalReply
+from extproc.names import CLUSTER
+from extproc.transport.interface import ANSWER_PATH, Lost
 
 ERROR = GatewayError("prefill_failed", "kaputt", retry_after=7)
 HEAD = [(b"content-type", b"text/plain"), (b"x-request-id", b"r")]
@@ -189,3 +191,132 @@ def test_the_second_call_has_no_deadline_of_its_own(rig, client):
     alive = rig.gateway.alive
     Late(client).opened()
     assert rig.gateway.alive == alive
+
+
+class Fetched:
+    """An Answer, and what was said in it."""
+
+    def __init__(self):
+        self.headers = None
+        self.said = b""
+        self.ended = False
+        self.queued = 0
+
+    def head(self, status, headers):
+        self.headers = {":status": str(status)} | {name.decode(): value.decode() for name, value in headers}
+
+    def body(self, chunk, *, end):
+        assert self.headers is not None
+        assert not self.ended
+        self.said += chunk
+        self.ended = end
+
+
+@pytest.fixture
+def stream(rig):
+    """A relayed stream of two samples, whose answer Envoy may fetch, and its decode legs."""
+    rig.gateway.fetches = True
+    given = [("authorization", "Bearer x"), ("cookie", "y"), ("x-forwarded-proto", "http")]
+    client = rig.post(PATH, CHAT | {"stream": True}, headers=given)
+    prefills, decodes = legs(rig)
+    for leg in prefills:
+        leg.answer()
+    for leg in decodes:
+        leg.receiver.head(200, [(b"content-type", b"text/event-stream"), (b"x-engine", b"e")])
+    return client, decodes
+
+
+def fetched_from(client):
+    """The path at which Envoy is told to fetch the answer."""
+    head, body = client.call.take()
+    common = head.request_headers.response
+    assert mutated(head)[CLUSTER] == "answers"
+    assert set(common.header_mutation.remove_headers) == {"authorization", "cookie"}  # what Envoy needs is left
+    assert common.clear_route_cache
+    streamed = body.request_body.response.body_mutation.streamed_response
+    assert (streamed.body, streamed.end_of_stream) == (b"", True)
+    path = mutated(head)[":path"].encode()
+    assert path.startswith(ANSWER_PATH)
+    return path
+
+
+def test_envoy_fetches_a_stream_from_its_first_piece_on(rig, stream):
+    client, decodes = stream
+    assert client.call.take() == []
+    decodes[0].receiver.data(delta("a"))
+    path = fetched_from(client)
+    decodes[1].receiver.data(delta("b"))
+    answer = Fetched()
+    reply = rig.gateway.fetch(path, answer)
+    assert rig.gateway.fetch(path, Fetched()) is None
+    assert (answer.headers[":status"], answer.headers["x-engine"]) == ("200", "e")
+    assert answer.said.count(b"data: ") == 2
+    client.decode_head()
+    (head,) = client.call.take()
+    ours = {"x-pd-prefill", "x-pd-decode", "x-pd-handoff"}
+    assert ours <= set(mutated(head))  # Envoy takes them away of what it fetches
+    assert not ours & set(answer.headers)
+    reply.closed()
+    client.close()
+    assert [leg.cancelled for leg in decodes] == [True, True]
+    rig.assert_nothing_is_left()
+
+
+def test_a_fetched_answer_that_is_not_read_makes_the_workers_wait(rig, stream):
+    client, decodes = stream
+    assert [leg.trickles for leg in decodes] == [True, True]
+    decodes[0].receiver.data(delta("a" * (1 << 16)))
+    assert [leg.paused for leg in decodes] == [True, True]  # nobody has asked for it yet
+    answer = Fetched()
+    reply = rig.gateway.fetch(fetched_from(client), answer)
+    assert [leg.paused for leg in decodes] == [False, False]
+    answer.queued = 1 << 17
+    decodes[1].receiver.data(delta("b"))
+    assert [leg.paused for leg in decodes] == [True, True]
+    reply.drained()
+    assert [leg.paused for leg in decodes] == [False, False]
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_an_answer_that_nobody_fetched_is_forgotten(rig, stream):
+    client, decodes = stream
+    decodes[0].receiver.data(delta("a"))
+    path = fetched_from(client)
+    client.close()
+    assert rig.gateway.fetch(path, Fetched()) is None
+    rig.assert_nothing_is_left()
+
+
+def test_an_error_before_the_first_piece_is_envoys_immediate_answer(rig, stream):
+    client, _ = stream
+    client.session.end(GatewayError("request_timeout", "late"))
+    assert rejection(client)[0] == 504
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_an_error_after_it_ends_what_is_fetched(rig, stream):
+    client, decodes = stream
+    decodes[0].receiver.data(delta("a"))
+    answer = Fetched()
+    rig.gateway.fetch(fetched_from(client), answer)
+    decodes[0].receiver.lost(Lost.RESET, "gone")
+    assert b'"error"' in answer.said
+    assert answer.ended
+    client.close()
+    rig.assert_nothing_is_left()
+
+
+def test_what_does_not_stream_is_a_local_reply(rig):
+    rig.gateway.fetches = True
+    client = rig.post(PATH, CHAT)
+    prefills, decodes = legs(rig)
+    for leg in prefills:
+        leg.answer()
+    for leg in decodes:
+        leg.answer(body=chat_answer("a"))
+    assert relayed(client)[0][":status"] == "200"
+    client.close()
+    assert not any(leg.trickles for leg in decodes)
+    rig.assert_nothing_is_left()

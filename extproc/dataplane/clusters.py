@@ -1,4 +1,4 @@
-"""Where Envoy sends: two clusters per role, of HTTP and of gRPC workers, and the service's own three."""
+"""Where Envoy sends: two clusters per role, of HTTP and of gRPC workers, and the service's own four."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     ConfigSource,
     DataSource,
     Http1ProtocolOptions,
+    Http2ProtocolOptions,
     SocketOption,
     TransportSocket,
 )
@@ -60,10 +61,11 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 
 from extproc.dataplane.config import DataplaneConfig
-from extproc.dataplane.http2 import to_engines, trusted_http2, trusted_http2_over_tcp
+from extproc.dataplane.http2 import to_answers, to_engines, trusted_http2, with_signs_of_life
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, struct
 from extproc.names import (
     ADS_CLUSTER,
+    ANSWERS_CLUSTER,
     CONTROL_CLUSTER,
     DESTINATION,
     EXTPROC_CLUSTER,
@@ -85,8 +87,9 @@ def clusters(config: DataplaneConfig) -> list[Cluster]:
         _role_cluster(DECODE_CLUSTER, config, _http1(config.upstream_idle_timeout)),
         _role_cluster(PREFILL_GRPC_CLUSTER, config, _http2()),
         _role_cluster(DECODE_GRPC_CLUSTER, config, _http2()),
-        _grpc_cluster(EXTPROC_CLUSTER, parse_address(config.extproc)),
-        _grpc_cluster(ADS_CLUSTER, parse_address(config.ads)),
+        _http2_cluster(EXTPROC_CLUSTER, parse_address(config.extproc), trusted_http2()),
+        _http2_cluster(ANSWERS_CLUSTER, parse_address(config.extproc), to_answers()),
+        _http2_cluster(ADS_CLUSTER, parse_address(config.ads), trusted_http2()),
         _service_cluster(CONTROL_CLUSTER, parse_address(config.control), _http1(config.upstream_idle_timeout)),
     ]
 
@@ -119,8 +122,9 @@ def _role_cluster(name: str, config: DataplaneConfig, options: HttpProtocolOptio
     return _notice_dead_peers(cluster)
 
 
-def _grpc_cluster(name: str, address: Address) -> Cluster:
-    options = trusted_http2() if isinstance(address, UnixAddress) else trusted_http2_over_tcp()
+def _http2_cluster(name: str, address: Address, options: Http2ProtocolOptions) -> Cluster:
+    if not isinstance(address, UnixAddress):
+        options = with_signs_of_life(options)
     explicit = HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=options)
     return _service_cluster(name, address, HttpProtocolOptions(explicit_http_config=explicit))
 

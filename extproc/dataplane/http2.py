@@ -10,6 +10,8 @@ MAX_STREAMS = 2**31 - 1
 _PLENTY = 1_000_000_000
 _MEBIBYTE = 1024 * 1024
 _ENGINE_STREAM = 64 * 1024
+_ANSWER_STREAM = 64 * 1024
+_LEG_STREAM = 256 * 1024
 
 
 def trusted_http2() -> Http2ProtocolOptions:
@@ -34,13 +36,31 @@ def trusted_http2() -> Http2ProtocolOptions:
     )
 
 
-def trusted_http2_over_tcp() -> Http2ProtocolOptions:
+def legs_http2() -> Http2ProtocolOptions:
+    """The same for legs: a stream's window is also what Envoy keeps of an answer that the service does not read now."""
+    options = trusted_http2()
+    options.initial_stream_window_size = _LEG_STREAM
+    return options
+
+
+def with_signs_of_life(options: Http2ProtocolOptions) -> Http2ProtocolOptions:
     """The same to another machine, which may vanish without a word: it is asked for a sign of life.
 
     The answer may take long, because the service's event loop may be busy, and losing the connection is the worst case.
     """
-    options = trusted_http2()
     options.connection_keepalive = KeepaliveSettings(interval=seconds(15), timeout=seconds(15))
+    return options
+
+
+def to_answers() -> Http2ProtocolOptions:
+    """For answers that the service makes and Envoy fetches, on a connection of their own.
+
+    As of engines' answers, only a stream's window of each is under way to a client that does not read, and no number of
+    such clients uses up the connection's.
+    """
+    options = trusted_http2()
+    options.initial_stream_window_size = _ANSWER_STREAM
+    options.initial_connection_window_size = 1024 * _MEBIBYTE
     return options
 
 

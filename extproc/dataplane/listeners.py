@@ -35,7 +35,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from extproc.dataplane.access_log import access_log_options, access_logs
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.ext_proc import ext_proc_filter, late_filter
-from extproc.dataplane.http2 import MAX_STREAMS, trusted_http2
+from extproc.dataplane.http2 import MAX_STREAMS, legs_http2
 from extproc.dataplane.local_replies import client_replies, egress_replies
 from extproc.dataplane.messages import (
     any_of,
@@ -107,7 +107,7 @@ def egress_listener(config: DataplaneConfig) -> Listener:
     manager = HttpConnectionManager(
         stat_prefix=EGRESS_LISTENER,
         codec_type=HttpConnectionManagerCodecType.HTTP2,
-        http2_protocol_options=trusted_http2(),
+        http2_protocol_options=legs_http2(),
         # The service adds headers to those that the client's listener has let in.
         max_request_headers_kb=1024,
         common_http_protocol_options=HttpProtocolOptions(max_headers_count=1000, idle_timeout=seconds(0)),

@@ -30,6 +30,7 @@ from extproc.dataplane.paths import (
 )
 from extproc.errors import CATALOGUE, error_body
 from extproc.names import (
+    ANSWERS_CLUSTER,
     CLIENT_ADDRESS,
     CLIENT_LISTENER,
     CLUSTER,
@@ -59,6 +60,7 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
     routes = [
         _grpc_route(PREFILL_GRPC_CLUSTER, config),
         _grpc_route(DECODE_GRPC_CLUSTER, config),
+        _answer_route(),
         *(_chosen_prefill_route(path, config) for path in DECODE_PATHS),
         *(_worker_route(_post(path), DECODE_CLUSTER, config) for path in DECODE_PATHS),
         *(_worker_route(RouteMatch(prefix=prefix), DECODE_CLUSTER, config) for prefix in DECODE_PREFIXES),
@@ -137,6 +139,16 @@ def _grpc_route(cluster: str, config: DataplaneConfig) -> Route:
     route = _worker_route(RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]), cluster, config)
     route.request_headers_to_remove.append(CLUSTER)
     return route
+
+
+def _answer_route() -> Route:
+    """For a request whose answer the service makes itself, for Envoy to read as fast as the client does."""
+    return Route(
+        match=RouteMatch(prefix="/", headers=[_header(CLUSTER, ANSWERS_CLUSTER)]),
+        route=RouteAction(cluster=ANSWERS_CLUSTER, timeout=seconds(0)),
+        request_headers_to_remove=[CLUSTER, _EXTERNAL_ADDRESS],
+        typed_per_filter_config={EXT_PROC_FILTER: any_of(ExtProcPerRoute(overrides=ExtProcOverrides()))},
+    )
 
 
 def _egress_route(cluster: str, config: DataplaneConfig) -> Route:

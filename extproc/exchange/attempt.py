@@ -196,6 +196,7 @@ class Attempt:
         pair, self._handoff = placed
         self._joint = joint
         self._keep_prefills = keep_prefills
+        self._paused = False  # the client does not read what there is already
         self._unreachable = False  # none of the decode workers accepts a connection
         self.events = events
         self.prefill = pair.prefill
@@ -252,13 +253,15 @@ class Attempt:
         record.kv, record.note = kv.value, note
 
     def pause(self) -> None:
-        """Have the decodes wait."""
+        """Have the decodes wait, and those that begin meanwhile."""
+        self._paused = True
         for part in self._parts:
             if part.decode is not None:
                 part.decode.pause()
 
     def resume(self) -> None:
         """Have them go on."""
+        self._paused = False
         for part in self._parts:
             if part.decode is not None:
                 part.decode.resume()
@@ -412,7 +415,11 @@ class Attempt:
         gateway, head = self._session.gateway, self._head
         path = self._path()
         headers = leg_headers(gateway, head, path, self._decodes, self._leg_id(part), len(body))
-        part.decode = gateway.egress.send(headers, body, part)
+        leg = part.decode = gateway.egress.send(headers, body, part)
+        if self._request.stream:
+            leg.trickle()
+        if self._paused:
+            leg.pause()
         if self._session.promise:
             self._session.use_room(part.worker)
         part.turn = part.worker.begin(part.tokens)

@@ -22,10 +22,11 @@ from extproc.exchange.stored import StoredResponses
 from extproc.handoff.table import Handoffs
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.policies.placement import Placer
-from extproc.transport.interface import Egress
+from extproc.transport.interface import Answer, AnswerHandler, Egress
 from extproc.workers.worker import Worker
 
 if TYPE_CHECKING:
+    from extproc.exchange.fetched_reply import FetchedReply
     from extproc.exchange.outlet import Late
     from extproc.exchange.rpc import Rpc
 
@@ -108,6 +109,8 @@ class Gateway:
         self.releases = Releases(clock)
         self.progress = Progress(clock)
         self.late: dict[bytes, Late] = {}  # answers whose second call is awaited, or there; by request id
+        self.fetched: dict[bytes, FetchedReply] = {}  # answers that Envoy is to fetch, by path
+        self.fetches = False  # it can; set by whoever serves them
         self.rpc: Rpc | None = None  # what requests for gRPC workers need; set by whoever has it
         least, uncached = config.min_prompt_tokens, config.min_uncached_tokens
         self.conditional = (
@@ -121,6 +124,13 @@ class Gateway:
         # Both in order of their deadlines, since all have the same time: checking them is looking at the first.
         self._alive: dict[Mortal, float] = {}
         self._ended: dict[Mortal, float] = {}  # told to end, not yet closed by Envoy
+
+    def fetch(self, path: bytes, answer: Answer) -> AnswerHandler | None:
+        """Who gives the answer that Envoy fetches from ``path``; see ``Answers``."""
+        reply = self.fetched.pop(path, None)
+        if reply is not None:
+            reply.fetch(answer)
+        return reply
 
     @property
     def alive(self) -> int:

@@ -1,4 +1,4 @@
-"""The way of an answer that is made here to the client.
+"""The ways of an answer that is made here to the client; fetched_reply.py is another.
 
 :class:`LocalReply`: the request is still held; Envoy streams what we say as its own reply
 (``streamed_immediate_response``).
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _LATE: Final = LATE.encode()
 _UNSEEN: Final = b" "  # a body that must not be empty
+_HIGH_WATER: Final = 1 << 20  # bytes queued for Envoy, before the workers are made to wait
 
 
 class Outlet(Protocol):
@@ -50,6 +51,17 @@ class Outlet(Protocol):
     @property
     def queued(self) -> int:
         """Bytes that Envoy has not taken yet."""
+
+    @property
+    def full(self) -> bool:
+        """They are so many that the workers are to wait until they are drained."""
+
+    @property
+    def mutation(self) -> bytes:
+        """What is to be changed of the head when Envoy asks about it."""
+
+    def forget(self) -> None:
+        """The request is over."""
 
 
 class Late(Protocol):
@@ -99,6 +111,19 @@ class LocalReply:
     def queued(self) -> int:
         """See Outlet."""
         return self._session.call.queued
+
+    @property
+    def full(self) -> bool:
+        """See Outlet."""
+        return self.queued > _HIGH_WATER
+
+    @property
+    def mutation(self) -> bytes:
+        """See Outlet."""
+        return b""
+
+    def forget(self) -> None:
+        """See Outlet. There is nothing but the call."""
 
 
 class LateReply:
@@ -222,6 +247,19 @@ class LateReply:
     def queued(self) -> int:
         """See Outlet."""
         return 0 if self._call is None else self._call.queued
+
+    @property
+    def full(self) -> bool:
+        """See Outlet."""
+        return self.queued > _HIGH_WATER
+
+    @property
+    def mutation(self) -> bytes:
+        """See Outlet."""
+        return b""
+
+    def forget(self) -> None:
+        """See Outlet. That the second call is over is known already."""
 
     def _say(self) -> None:
         """Say what is held: the head before the first piece."""

@@ -22,6 +22,7 @@ from extproc.exchange.attempts import Attempts, OnPrefillFailure, is_transient
 from extproc.exchange.choice import Choice
 from extproc.exchange.clock import ABANDONED, FIRST_TOKEN_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.failures import gone, report
+from extproc.exchange.fetched_reply import FetchedReply
 from extproc.exchange.headers import HeaderValue, RequestHead, end_to_end
 from extproc.exchange.outlet import LateReply, LocalReply, Outlet
 from extproc.exchange.placed import Placed
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Session
 
 _log: Final = logging.getLogger(__name__)
-_HIGH_WATER: Final = 1 << 20  # bytes queued for a client that does not read, before the workers are made to wait
 
 
 class _Phase(Enum):
@@ -115,7 +115,13 @@ class RelayedCourse:
         self._answer = self._new_answer()
         self._headers: Sequence[Header] = ()
         self._late: LateReply | None = None
-        self._outlet: Outlet = outlet or LocalReply(session)
+        self._outlet: Outlet = outlet or self._local()
+
+    def _local(self) -> Outlet:
+        """The way of an answer to a request that is held: a stream's goes no faster than the client reads."""
+        if self._request.stream and self._session.gateway.fetches:
+            return FetchedReply(self._session, self._head, self.drained)
+        return LocalReply(self._session)
 
     # -- Course ---------------------------------------------------------------------------------------------------
 
@@ -161,8 +167,8 @@ class RelayedCourse:
         """See Course."""
         if self._late is not None:
             self._late.closed()  # a worker's head has crossed our word: Envoy ends the request with what it has
-        else:  # Envoy asks about its own local reply: there is nothing to change
-            self._session.call.send(wire.response_headers_reply(b""))
+        else:  # Envoy asks about an answer of ours
+            self._session.call.send(wire.response_headers_reply(self._outlet.mutation))
 
     def drained(self) -> None:
         """See Course."""
@@ -356,6 +362,7 @@ class RelayedCourse:
                 self._keeping.cancel()
             self._stop_timer()
             self._drop_attempt()
+            self._outlet.forget()
         finally:
             self._afterwards()
             self._session.finish()
@@ -430,6 +437,6 @@ class RelayedCourse:
     def _send_body(self, chunk: bytes, *, end: bool) -> None:
         self._silent = False
         self._outlet.body(chunk, end=end)
-        if not end and not self._paused and self._outlet.queued > _HIGH_WATER and self._attempt is not None:
+        if not end and not self._paused and self._outlet.full and self._attempt is not None:
             self._paused = True
             self._attempt.pause()

@@ -116,6 +116,19 @@ class Trial(Session):
         self._close_soon()
 
     @property
+    def full(self) -> bool:
+        """See Outlet."""
+        return False
+
+    @property
+    def mutation(self) -> bytes:
+        """See Outlet."""
+        return b""
+
+    def forget(self) -> None:
+        """See Outlet."""
+
+    @property
     def queued(self) -> int:
         """See Outlet."""
         return 0

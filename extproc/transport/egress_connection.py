@@ -21,7 +21,7 @@ from ngh2 import (
     TrailersReceived,
 )
 
-from extproc.transport.egress_leg import EgressLeg
+from extproc.transport.egress_leg import LEG_WINDOW, EgressLeg
 from extproc.transport.http2 import Http2Protocol, configuration, settings
 from extproc.transport.interface import Lost
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 # Envoy bounds a worker's response head itself (60 KiB unless configured); ours only has to be wider, because exceeding
 # it costs the whole connection.
 _LIMITS = configuration(max_header_list=1 << 20)
-_SETTINGS = settings(enable_push=0)
+_SETTINGS = settings(enable_push=0, initial_window_size=LEG_WINDOW)
 
 
 class EgressConnection(Http2Protocol):

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Credit that every answer begins with: what may still come after a pause. One that comes in full frames gets more.
+LEG_WINDOW = 1 << 15
+_FULL_FRAME = 1 << 14
+
 
 class EgressLeg:
     """Implements ``Leg``; hands the connection's events to the receiver and keeps the receiver's exceptions from it."""
 
-    __slots__ = ("_connection", "_paused", "_receiver", "_stream_id")
+    __slots__ = ("_connection", "_paused", "_receiver", "_stream_id", "_wide", "_window")
 
     _receiver: LegReceiver | None  # None when the leg is over
     _connection: EgressConnection | None  # None while the leg waits for one
@@ -32,6 +36,8 @@ class EgressLeg:
         self._connection = None
         self._stream_id = 0
         self._paused = False
+        self._window = STREAM_WINDOW  # that it may have
+        self._wide = False  # it has it
 
     # the receiver's side: Leg
 
@@ -51,7 +57,11 @@ class EgressLeg:
     def resume(self) -> None:
         """See ``Leg.resume``."""
         self._paused = False
-        self._resize(STREAM_WINDOW)
+        self._resize(self._window if self._wide else LEG_WINDOW)
+
+    def trickle(self) -> None:
+        """See ``Leg.trickle``."""
+        self._window = LEG_WINDOW
 
     # the connection's side
 
@@ -84,6 +94,9 @@ class EgressLeg:
         """A piece of the body came."""
         if self._receiver is None:
             return
+        if not self._wide and len(chunk) >= _FULL_FRAME and not self._paused:
+            self._wide = True
+            self._resize(self._window)
         try:
             self._receiver.data(chunk)
         except Exception:  # noqa: BLE001 -- as above

@@ -1,4 +1,4 @@
-"""The two boundaries of the transport: calls that Envoy opens to us, and legs that we send through Envoy.
+"""The boundaries of the transport: calls that Envoy opens to us, answers that it fetches, legs that we send through it.
 
 Everything above this module works with these protocols only; tests use in-memory stand-ins. All methods are called on
 one event loop's thread and none of them blocks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 Header = tuple[bytes, bytes]
 
@@ -53,6 +53,40 @@ class CallHandler(Protocol):
 
 
 Process = Callable[[Call], CallHandler]
+
+
+class Answer(Protocol):
+    """The answer to a plain HTTP request that Envoy sends us as it would send it to a worker.
+
+    Unlike what is said in a :class:`Call`, Envoy reads it only as fast as the client reads what it makes of it. After
+    the handler's :meth:`AnswerHandler.closed` was called, every method here is a no-op.
+    """
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """Begin it."""
+
+    def body(self, chunk: bytes, *, end: bool) -> None:
+        """Go on with it, or end it."""
+
+    @property
+    def queued(self) -> int:
+        """Bytes given to :meth:`body` that the peer's flow control has not let out yet."""
+
+
+class AnswerHandler(Protocol):
+    """What gives an answer."""
+
+    def drained(self) -> None:
+        """``queued`` was above the transport's high-water mark and has fallen below its low-water mark."""
+
+    def closed(self) -> None:
+        """The answer is out, or nobody wants it any more. Called exactly once."""
+
+
+ANSWER_PATH: Final = b"/answers/"  # below it are the paths of plain requests
+
+# Who answers a request with this path; None: nobody.
+Answers = Callable[[bytes, Answer], AnswerHandler | None]
 
 
 class ProcessServer(Protocol):
@@ -112,6 +146,9 @@ class Leg(Protocol):
 
     def resume(self) -> None:
         """Grant the credit withheld since :meth:`pause`."""
+
+    def trickle(self) -> None:
+        """Never have more than a little of the answer under way: it is a stream, and its reader may be slow."""
 
 
 class Egress(Protocol):

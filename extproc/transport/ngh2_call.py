@@ -29,6 +29,8 @@ class Ngh2Call:
 
     __slots__ = ("_connection", "_encoding", "_handler", "_open", "_paused", "_reassembly", "_responded", "_stream_id")
 
+    stalled = False  # such calls are looked at whenever something was sent, for as long as they are above the mark
+
     _handler: CallHandler | None  # None before bind() and after closed() was called
 
     def __init__(self, connection: ServerConnection, stream_id: int, encoding: bytes | None) -> None:

@@ -17,12 +17,15 @@ from ngh2 import (
     StreamClosed,
     StreamReset,
     TrailersReceived,
+    WindowUpdated,
 )
 
 from extproc.transport.address import keep_alive
 from extproc.transport.grpc_framing import Status, status_trailers
 from extproc.transport.http2 import Http2Protocol, configuration, settings
+from extproc.transport.interface import ANSWER_PATH
 from extproc.transport.methods import LOW_WATER
+from extproc.transport.ngh2_answer import Ngh2Answer
 from extproc.transport.ngh2_call import Ngh2Call
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from ngh2 import Event
 
+    from extproc.transport.interface import Answers
     from extproc.transport.methods import Method
 
 _log = logging.getLogger(__name__)
@@ -56,13 +60,16 @@ class Owner(Protocol):
 class ServerConnection(Http2Protocol):
     """One connection from a gRPC client, most likely one of Envoy's worker threads."""
 
-    def __init__(self, methods: Mapping[bytes, Method], max_message: int, owner: Owner) -> None:
+    def __init__(
+        self, methods: Mapping[bytes, Method], max_message: int, owner: Owner, answers: Answers | None = None
+    ) -> None:
         super().__init__(Role.SERVER, _LIMITS, _SETTINGS)
         self.max_message = max_message
         self._methods = methods
+        self._answers = answers
         self._owner = owner
-        self._calls: dict[int, Ngh2Call] = {}
-        self._watched: set[Ngh2Call] = set()  # above the high-water mark
+        self._calls: dict[int, Ngh2Call | Ngh2Answer] = {}
+        self._watched: set[Ngh2Call | Ngh2Answer] = set()  # above the high-water mark
         self._resets: set[int] = set()  # streams that we ended and the peer has not: reset once all was sent
         self._draining = False
 
@@ -126,7 +133,12 @@ class ServerConnection(Http2Protocol):
 
     # called by the calls
 
-    def watch(self, call: Ngh2Call) -> None:
+    @property
+    def writable(self) -> bool:
+        """The transport takes more."""
+        return self._writable
+
+    def watch(self, call: Ngh2Call | Ngh2Answer) -> None:
         """Tell ``call`` when its queue has drained."""
         self._watched.add(call)
         self.attentive = True
@@ -157,7 +169,9 @@ class ServerConnection(Http2Protocol):
     # inside
 
     def _handle_rare(self, event: Event) -> None:
-        if type(event) is TrailersReceived:  # gRPC clients send none; they end the stream all the same
+        if type(event) is WindowUpdated:
+            self._credited(event.stream_id)
+        elif type(event) is TrailersReceived:  # gRPC clients send none; they end the stream all the same
             if (call := self._calls.get(event.stream_id)) is not None:
                 call.half_closed()
         elif type(event) is SettingsAcknowledged:
@@ -169,11 +183,40 @@ class ServerConnection(Http2Protocol):
         elif type(event) is ConnectionClosed:
             self.close()
 
+    def _credited(self, stream_id: int) -> None:
+        """The peer takes more of a stream, or of all."""
+        if stream_id:
+            call = self._calls.get(stream_id)
+            if call is not None and call.stalled:
+                self.watch(call)
+        else:
+            for call in self._calls.values():
+                if call.stalled:
+                    self.watch(call)
+
+    def _answer(self, answers: Answers, stream_id: int, path: bytes, *, ended: bool) -> None:
+        """A plain request: whoever knows its path answers it."""
+        answer = Ngh2Answer(self, stream_id)
+        self._calls[stream_id] = answer
+        try:
+            handler = answers(path, answer)
+        except Exception:  # noqa: BLE001 -- one answer's failure stays its own
+            _log.exception("an answer could not be given")
+            handler = None
+        if handler is None:
+            del self._calls[stream_id]
+            self._refuse(stream_id, b"404", ended)
+        else:
+            answer.bind(handler)
+
     def _open(self, event: RequestReceived) -> None:
         if self._over:
             return
         stream_id = event.stream_id
         fields = dict(event.headers)
+        if self._answers is not None and fields[b":path"].startswith(ANSWER_PATH):
+            self._answer(self._answers, stream_id, fields[b":path"], ended=event.end_stream)
+            return
         if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
             self._refuse(stream_id, b"415", event.end_stream)
             return

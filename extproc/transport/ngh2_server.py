@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from extproc.transport.address import SocketFile, TcpAddress, UnixAddress, claim_socket_file, parse_address
 from extproc.transport.grpc_framing import DEFAULT_MAX_MESSAGE
 from extproc.transport.health import HealthStatuses
-from extproc.transport.interface import Process
+from extproc.transport.interface import Answers, Process
 from extproc.transport.methods import NO_METHODS, Method, method_table
 from extproc.transport.ngh2_connection import ServerConnection
 
@@ -22,12 +22,19 @@ class Ngh2ProcessServer:
     """Implements ``ProcessServer`` with asyncio protocols; works on uvloop and on plain asyncio.
 
     ``max_message`` bounds one gRPC message in bytes; a longer one ends its call with RESOURCE_EXHAUSTED. ``others`` are
-    methods that it serves besides those of ``ProcessServer``, by path.
+    methods that it serves besides those of ``ProcessServer``, by path; ``answers`` answers plain HTTP requests below
+    ``interface.ANSWER_PATH``.
     """
 
-    def __init__(self, max_message: int = DEFAULT_MAX_MESSAGE, others: Mapping[str, Method] = NO_METHODS) -> None:
+    def __init__(
+        self,
+        max_message: int = DEFAULT_MAX_MESSAGE,
+        others: Mapping[str, Method] = NO_METHODS,
+        answers: Answers | None = None,
+    ) -> None:
         self._max_message = max_message
         self._others = others
+        self._answers = answers
         self._health = HealthStatuses()
         self._connections: set[ServerConnection] = set()
         self._none_left = asyncio.Event()
@@ -52,7 +59,7 @@ class Ngh2ProcessServer:
         methods = {path.encode(): method for path, method in method_table(process, self._health, self._others).items()}
 
         def connect() -> ServerConnection:
-            return ServerConnection(methods, self._max_message, self)
+            return ServerConnection(methods, self._max_message, self, self._answers)
 
         loop = asyncio.get_running_loop()
         match parse_address(address):
