@@ -86,7 +86,7 @@ def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo, op
         group.add_argument(flag_of(name), action=_Prefill, nargs="+", **common)
     elif name in ("decode", "prefill_kv_engine_id", "model_alias", "control_plane_api_keys", "tenant_max_priority"):
         group.add_argument(flag_of(name), action="append", **common)
-    elif name in ("request_id_headers", "routing_key_headers"):
+    elif name in ("request_id_headers", "routing_key_headers") or name.endswith("selector"):
         group.add_argument(flag_of(name), nargs="+", **common)
     else:
         group.add_argument(flag_of(name), **common)

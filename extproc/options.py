@@ -14,6 +14,7 @@ class Group(Enum):
     """The headings of ``pd-extproc launch --help``, in order."""
 
     WORKERS = "Workers"
+    DISCOVERY = "Finding workers"
     POLICIES = "Choice of workers"
     STICKY = "Sessions"
     TUNING = "Single policies"

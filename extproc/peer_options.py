@@ -8,14 +8,12 @@ from __future__ import annotations
 
 # smg 1.13.0; names without the leading dashes, aliases included.
 _OPTIONS = """
-backend decode-selector discovery-check-interval-secs discovery-file
-discovery-provider enable-igw enable-trace encode encode-selector epd-disaggregation header-read-timeout-secs
-health-check-port idle-connection-timeout-secs job-queue-capacity job-queue-concurrency kv-connector-annotation
-kv-engine-id-annotation kv-index log-dir max-background-responses max-buffered-request-bytes mcp-config-path
+backend enable-igw enable-trace encode epd-disaggregation header-read-timeout-secs
+health-check-port idle-connection-timeout-secs job-queue-capacity job-queue-concurrency
+kv-index log-dir max-background-responses max-buffered-request-bytes mcp-config-path
 mm-allow-private-media-hosts mm-allowed-media-domains mm-per-request-image-limit mm-pixel-cache-mb mm-processing
-model-id-from multimodal-max-inflight-bytes otlp-traces-endpoint parser prefill-selector
+multimodal-max-inflight-bytes otlp-traces-endpoint parser
 prometheus-duration-buckets reasoning-parser remove-unhealthy-workers router-selector selection-accounting-ttl-ms
-selector service-discovery service-discovery-namespace service-discovery-port
 stream-body-stall-timeout-secs
 stream-request-bodies-over tenant-api-key tool-call-parser upstream-http2
 upstream-pool-idle-timeout-secs worker-auto-recovery worker-stale-secs
@@ -43,5 +41,5 @@ INSTEAD = {
 
 
 def not_available(option: str, shown_name: str) -> str:
-    """The message for one of them under the name its source gives it (``--selector``, ``PD_EXTPROC_SELECTOR``)."""
+    """The message for one of them under the name its source gives it (``--log-dir``, ``PD_EXTPROC_LOG_DIR``)."""
     return f"{shown_name} {INSTEAD.get(option, 'is an option of smg that is not available yet')}"

@@ -23,6 +23,7 @@ from extproc.admission.room import Rooms
 from extproc.admission_settings import gate_settings, leg_settings, tenants
 from extproc.control.api import ControlApi
 from extproc.control.auth import Access
+from extproc.control.discovery_metrics import DiscoveryMetrics
 from extproc.control.metrics import Metrics
 from extproc.control.metrics_server import MetricsServer
 from extproc.control.worker_metrics import WorkerMetrics
@@ -30,6 +31,8 @@ from extproc.dataplane.admin import EnvoyAdmin
 from extproc.dataplane.ads import AdsServer
 from extproc.dataplane.hosts import HostWatch
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
+from extproc.discovery.discovery import Discovery
+from extproc.discovery.errors import DiscoveryError
 from extproc.envoy_config import dataplane_config
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
@@ -118,6 +121,8 @@ class Service:
             self.registry, self._client, settings=_health(settings), token_reuse=settings.token_reuse
         )
         self.text = TextParts(settings, self.registry, self._client)
+        source = settings.source(settings.api_key)
+        self._discovery = None if source is None else Discovery(self.registry, source)
         self._control = ControlApi(
             self.registry,
             self._client,
@@ -127,9 +132,12 @@ class Service:
             model_aliases=dict(settings.model_alias),
             try_pair=lambda model, within: try_pair(self.gateway, model, within),
             tokenizers=self.text.library,
+            discovery=None if self._discovery is None else self._discovery.state,
         )
         metrics = Metrics()
         WorkerMetrics(self.registry, metrics)
+        if self._discovery is not None:
+            DiscoveryMetrics(self._discovery.state, metrics)
         request_metrics = RequestMetrics(metrics)
         self._metrics = MetricsServer(metrics, settings.prometheus_host, settings.prometheus_port)
         # Envoy serves a connection by one of its threads: with one connection all legs would be that thread's.
@@ -200,7 +208,7 @@ class Service:
     async def run(self) -> int:
         """Serve until :meth:`stop` or Envoy's death; 0, or Envoy's status.
 
-        Raises OSError, EnvoyNotFoundError or EnvoyStartError when something cannot be started.
+        Raises OSError, EnvoyNotFoundError, EnvoyStartError or DiscoveryError when something cannot be started.
         """
         async with AsyncExitStack() as stack:
             await self._start(stack)
@@ -210,6 +218,8 @@ class Service:
     async def _start(self, stack: AsyncExitStack) -> None:
         settings = self._settings
         egress = Path(settings.egress_address.removeprefix("unix:"))
+        if self._discovery is not None:
+            await self._discovery.prepare()
         stack.enter_context(run_dir.held(settings.run_dir, foreign=egress if settings.no_envoy else None))
         stack.push_async_callback(self._client.close)
         stack.push_async_callback(self.text.stop)
@@ -239,7 +249,7 @@ class Service:
             await self._envoy.start()
         for spec in _given(settings):
             self.registry.add(spec)
-        if not len(self.registry):
+        if not len(self.registry) and self._discovery is None:
             _log.info("no workers yet: register them with POST /workers")
         self._monitor.start()
         stack.push_async_callback(self._monitor.stop)
@@ -249,6 +259,9 @@ class Service:
             self._kv_events.start()
             stack.callback(self._kv_events.stop)
         self._look_at_hosts(stack)
+        if self._discovery is not None:
+            self._discovery.start()
+            stack.push_async_callback(self._discovery.stop)
         self._ticking = asyncio.create_task(self._tick(), name="deadlines")
         stack.callback(self._ticking.cancel)
         warn_of_openness(settings)
@@ -426,7 +439,7 @@ async def startable(service: Service) -> int:
     """Run ``service``; 1, with the reason logged, when it cannot be started."""
     try:
         return await service.run()
-    except (OSError, EnvoyNotFoundError, EnvoyStartError) as error:
+    except (OSError, EnvoyNotFoundError, EnvoyStartError, DiscoveryError) as error:
         _log.error("cannot start: %s", error)
         return 1
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from extproc.control.keys import API_KEY_ID, of_api_key
+from extproc.discovery_settings import DiscoveryProvider, DiscoverySettings
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
 from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
@@ -26,7 +27,6 @@ from extproc.options import Group, Option, from_settings_before
 from extproc.policies.cache_options import CacheIndex
 from extproc.policies.names import PolicyName
 from extproc.tenant_classes import TenantClasses
-from extproc.text_settings import TextSettings
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     EVENTS_AUTO,
@@ -63,6 +63,7 @@ from extproc.workers.pairing import PairingMode
 
 __all__ = [
     "CacheIndex",
+    "DiscoveryProvider",
     "Group",
     "GrpcTransport",
     "KvMissing",
@@ -112,7 +113,7 @@ def _beside_extproc(name: str, offset: int) -> Any:
     return from_settings_before(default)
 
 
-class Settings(TextSettings):
+class Settings(DiscoverySettings):
     """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
 
     # fmt: off
@@ -326,6 +327,19 @@ class Settings(TextSettings):
         for url, count in uses.items():
             if count > 1:
                 raise ValueError(f"worker {url} is given more than once (--prefill, --decode)")
+        return self
+
+    @model_validator(mode="after")
+    def _pods_are_selected(self) -> Settings:
+        """The peer's rules, in its words."""
+        if self.provider is not DiscoveryProvider.KUBERNETES:
+            return self
+        if self.pd_disaggregation and self.prefill_selector is self.decode_selector is None:
+            raise ValueError(
+                "PD mode with service discovery requires at least one non-empty selector (prefill or decode)"
+            )
+        if not self.pd_disaggregation and self.selector is None:
+            raise ValueError("Regular mode with service discovery requires a non-empty selector")
         return self
 
     @model_validator(mode="after")

@@ -248,6 +248,7 @@ def _absolute(path: Path) -> Path:
 
 
 Port = Annotated[int, AfterValidator(_listening_port)]
+WorkerPort = Annotated[int, AfterValidator(_port_in_range)]
 Count = Annotated[int, AfterValidator(_at_least_one)]
 Tally = Annotated[int, AfterValidator(_not_negative_count)]
 Duration = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive)]  # seconds

@@ -129,19 +129,7 @@ NOT_YET = "is an option of smg that is not available yet"
                 f"--encode {NOT_YET}",
             ],
         ),
-        (
-            """--service-discovery --pd-disaggregation --prefill-selector app=sglang role=prefill
-               --decode-selector app=sglang role=decode --service-discovery-namespace inference
-               --service-discovery-port 8000""",
-            [
-                f"--service-discovery {NOT_YET}",
-                f"--prefill-selector {NOT_YET}",
-                f"--decode-selector {NOT_YET}",
-                f"--service-discovery-namespace {NOT_YET}",
-                f"--service-discovery-port {NOT_YET}",
-            ],
-        ),
-        (f"{PAIR} --service-discovery --selector a=b", [f"--service-discovery {NOT_YET}", f"--selector {NOT_YET}"]),
+        (f"{PAIR} --enable-igw --router-selector a=b c=d", [f"--enable-igw {NOT_YET}", f"--router-selector {NOT_YET}"]),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(launch: Launch, options: str, complaints: list[str]) -> None:

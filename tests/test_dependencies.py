@@ -35,7 +35,8 @@ BELOW = {
         "transport",
     },
     "dataplane": {"errors", "names", "workers", "transport"},
-    "control": {"errors", "names", "text", "workers", "transport"},
+    "discovery": {"errors", "workers"},
+    "control": {"errors", "names", "discovery", "text", "workers", "transport"},
     "mock": {"logs"},
 }
 

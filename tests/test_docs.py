@@ -5,12 +5,14 @@ import json
 import logging
 import re
 import shlex
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from extproc.apis.request import CONTROL_FIELDS, MAX_PROMPTS, MAX_SAMPLES, InferenceRequest
 from extproc.apis.table import APIS, Flow
+from extproc.control.discovery_metrics import DiscoveryMetrics
 from extproc.control.kv_event_metrics import KvEventMetrics
 from extproc.control.load_report import load_report
 from extproc.control.metrics import Metrics
@@ -18,6 +20,11 @@ from extproc.control.worker_metrics import WorkerMetrics
 from extproc.control.worker_spec import parse_worker_spec
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.paths import DECODE_PATHS, INFERENCE_PATHS, PREFILL_PATHS
+from extproc.discovery.file import POLL_SECONDS
+from extproc.discovery.kubernetes import WatchPace
+from extproc.discovery.pod_workers import Annotations
+from extproc.discovery.state import DiscoveryState
+from extproc.discovery_settings import DiscoverySettings
 from extproc.errors import CATALOGUE, GatewayError
 from extproc.exchange.attempts import is_transient
 from extproc.exchange.clock import (
@@ -73,7 +80,8 @@ VLLM = (ROOT / "docs/vllm.md").read_text()
 SGLANG = (ROOT / "docs/sglang.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 TEXT = (ROOT / "docs/text.md").read_text()
-GUIDES = {"README.md": README, "text.md": TEXT, "vllm.md": VLLM, "sglang.md": SGLANG}
+DISCOVERY = (ROOT / "docs/discovery.md").read_text()
+GUIDES = {"README.md": README, "text.md": TEXT, "vllm.md": VLLM, "sglang.md": SGLANG, "discovery.md": DISCOVERY}
 # Options named that are not ours: the engines', the peer's, and those of other programs of ours.
 OTHERS_OPTIONS = {
     "--disaggregation-decode-enable-radix-cache",
@@ -90,7 +98,7 @@ OTHERS_OPTIONS = {
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--grpc", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
-    *("--enable-metrics", "--kv-events-config"),
+    *("--enable-metrics", "--kv-events-config", "--served-model-name"),
 }
 
 
@@ -253,8 +261,40 @@ def test_every_worker_metric_is_in_the_table():
     WorkerMetrics(registry, metrics)
     prefixes = EventPrefixes(1)
     KvEventMetrics(registry, KvEventFeed(registry, prefixes, Common()), prefixes, metrics)
+    DiscoveryMetrics(DiscoveryState("file"), metrics)
     documented = {name for row in rows("Metrics") for name in re.findall(r"`([a-z_]+)`", row[0])}
     assert set(re.findall(r"# TYPE (\S+)", metrics.render().decode())) <= documented
+
+
+def test_what_is_said_of_discovery_is_so():
+    metrics = Metrics()
+    DiscoveryMetrics(DiscoveryState("file"), metrics)
+    seen = {row[0].strip("`") for row in cells(section("What can be seen", DISCOVERY)) if row[0].startswith("`pd_")}
+    assert seen == set(re.findall(r"# TYPE (\S+)", metrics.render().decode()))
+    options, annotations, *_ = (
+        cells(part) for part in section("Kubernetes", DISCOVERY).split("\n\n") if part[0] == "|"
+    )
+    told = {flag: row[1] for row in options[2:] for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
+    fields = DiscoverySettings.__annotations__.keys() - {"discovery_file", "discovery_provider"}
+    assert told.keys() == {f"--{name.replace('_', '-')}" for name in fields}
+    for flag, default in told.items():
+        value = Settings.model_fields[flag.removeprefix("--").replace("-", "_")].default
+        words = {None: ("none", "all", "as workers say"), False: ("off",)}
+        assert default.strip("`") in words.get(value, (f"{value:g}" if isinstance(value, float | int) else value,)), (
+            flag
+        )
+    assert [row[0].strip("`") for row in annotations[2:]] == list(astuple(Annotations()))
+    said = "\n".join(" ".join(row) for row in rows("Timeouts"))
+    pace = WatchPace()
+    assert f"(30 s) and {pace.grace:g} s more for a watch" in said
+    assert f"asked again, {pace.first:g} s to {pace.longest:g} s later" in said
+    assert f"looked at every {POLL_SECONDS:g} s" in said
+    assert {
+        reason for row in cells(DISCOVERY.split("| reason |")[1]) for reason in re.findall(r"`([a-z]+)`", row[0])
+    } == {
+        *("unauthorized", "forbidden", "refused", "connection", "tls", "timeout", "cut", "ended", "invalid", "config"),
+        "unreadable",
+    }
 
 
 def test_every_field_of_the_log_line_is_in_the_table(caplog):
@@ -446,9 +486,8 @@ def test_launch_commands_are_accepted(command):
 
 
 def test_the_launch_commands_mean_what_is_said():
-    sglang_workers, empty, *over_grpc = [
-        settings_of(command) for command in commands(README) if "pd-extproc launch" in command
-    ]
+    given = [settings_of(command) for command in commands(README) if "pd-extproc launch" in command]
+    sglang_workers, empty, *over_grpc = [settings for settings in given if settings.provider is None]
     assert [worker.bootstrap_port for worker in sglang_workers.prefill] == [8998, 8998]
     assert len(sglang_workers.decode) == 2
     assert (empty.prefill, empty.decode) == ((), ())

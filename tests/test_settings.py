@@ -14,6 +14,7 @@ from extproc.admission.legs import LegSettings
 from extproc.admission.priority import Priority, Tenants
 from extproc.admission_settings import gate_settings, leg_settings, tenants
 from extproc.control.keys import ControlKey
+from extproc.discovery_settings import DiscoverySettings
 from extproc.flags import add_arguments, read_settings
 from extproc.logs import LogLevel
 from extproc.model_aliases import ModelAlias
@@ -299,6 +300,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
 APART = {
     *("prefill_kv_engine_id", "prefill_max_inflight_requests_per_worker", "prefill_queue_size"),
     *("prefill_queue_timeout_secs", "kv_event_replay", "dp_minimum_tokens_scheduler"),
+    *DiscoverySettings.__annotations__,
 }
 
 
@@ -754,7 +756,7 @@ def test_an_alias_may_be_given_twice_alike() -> None:
     assert dict(load({"model_alias": ["a=m", "a=m"]}).model_alias) == {"a": "m"}
 
 
-@pytest.mark.parametrize("option", ["service-discovery", "selector"])
+@pytest.mark.parametrize("option", ["enable-igw", "router-selector"])
 def test_options_of_later_versions_are_refused_in_every_source(yaml_file: Path, option: str) -> None:
     assert option in NOT_AVAILABLE_YET
     variable = f"PD_EXTPROC_{option.replace('-', '_').upper()}"

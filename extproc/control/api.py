@@ -19,6 +19,7 @@ from extproc.control.status_routes import StatusRoutes
 from extproc.control.tokenizer_routes import TokenizerRoutes
 from extproc.control.trial_routes import TrialRoutes, Try, no_trial
 from extproc.control.worker_routes import WorkerRoutes
+from extproc.discovery.state import DiscoveryState
 from extproc.text.library import Library
 from extproc.transport.address import SocketFile, TcpAddress, claim_socket_file, parse_address
 from extproc.workers.client import WorkerClient
@@ -42,6 +43,7 @@ class ControlApi:
         request_id_headers: where a client's own request id is looked for.
         try_pair: has a pair answer a request, for ``/health_generate``.
         tokenizers: those of models that gRPC workers serve; None where there are none.
+        discovery: how finding workers goes; None where nobody looks for them.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ControlApi:
         model_aliases: Mapping[str, str] | None = None,
         try_pair: Try = no_trial,
         tokenizers: Library | None = None,
+        discovery: DiscoveryState | None = None,
     ) -> None:
         self._address = parse_address(address)
         self._socket: SocketFile | None = None
@@ -69,7 +72,7 @@ class ControlApi:
             ],
             client_max_size=_LARGEST_BODY,
         )
-        app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}).routes())
+        app.add_routes(StatusRoutes(registry, lambda: self._draining, model_aliases or {}, discovery).routes())
         app.add_routes(WorkerRoutes(registry, model_aliases or {}).routes())
         app.add_routes(InfoRoutes(registry, client).routes())
         app.add_routes(LoadRoutes(registry).routes())

@@ -7,16 +7,27 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 
 from extproc.control.replies import fault, reply
+from extproc.discovery.state import DiscoveryState
 from extproc.workers.registry import Registry
 
 
 class StatusRoutes:
-    """The handlers. ``draining`` says whether the gateway is shutting down; ``aliases`` stand for models."""
+    """The handlers. ``draining`` says whether the gateway is shutting down; ``aliases`` stand for models.
 
-    def __init__(self, registry: Registry, draining: Callable[[], bool], aliases: Mapping[str, str]) -> None:
+    ``discovery``: how finding workers goes, if anybody looks for them.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        draining: Callable[[], bool],
+        aliases: Mapping[str, str],
+        discovery: DiscoveryState | None = None,
+    ) -> None:
         self._registry = registry
         self._draining = draining
         self._aliases = aliases
+        self._discovery = discovery
 
     def routes(self) -> list[web.RouteDef]:
         """What to add to the application."""
@@ -36,7 +47,8 @@ class StatusRoutes:
             return reply({"status": "not ready", "reason": "draining"}, 503)
         state = self._registry.readiness()
         if not state.ready:
-            return reply({"status": "not ready", "reason": state.reason}, 503)
+            doubt = "" if self._discovery is None else self._discovery.doubt
+            return reply({"status": "not ready", "reason": "; ".join(filter(None, (state.reason, doubt)))}, 503)
         return reply({"status": "ready", "healthy_workers": state.usable_workers, "total_workers": state.total_workers})
 
     async def _models(self, _request: web.Request) -> web.Response:

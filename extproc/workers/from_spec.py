@@ -66,6 +66,8 @@ def describe(worker: Worker, spec: WorkerSpec, found: Metadata, *, ranks_known: 
     if not spec.cards:
         worker.cards = found.cards
         worker.model_ids = found.model_ids
+    elif spec.engine_models_too:
+        worker.model_ids = tuple(dict.fromkeys((*spec.model_ids, *found.model_ids)))
     if worker.role is Role.PREFILL and spec.bootstrap_port is None:
         worker.bootstrap_port = found.bootstrap_port
     worker.update_pairing()

@@ -69,6 +69,7 @@ def patched(spec: WorkerSpec, patch: Mapping[str, Any]) -> WorkerSpec:
     except ValidationError as error:
         raise FormError(_problems(error, form.Patch)) from None
     changed = registration(_merged(as_registration(spec), _lifted(dict(patch))))
+    changed = replace(changed, engine_models_too=spec.engine_models_too and "models" not in patch)
     if "kv_engine_id" in patch:
         return changed
     return replace(changed, engine_id_named=spec.engine_id_named and bool(changed.kv.engine_id))

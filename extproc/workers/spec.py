@@ -75,6 +75,7 @@ class WorkerSpec:
     runtime: str | None = None  # sglang, vllm or tokenspeed; None: find out
     kv: KvConfig = field(default_factory=KvConfig)  # vLLM's HTTP server does not tell its connector, the gRPC one does
     engine_id_named: bool = False  # given by itself, not as one of many things in the engine's own configuration
+    engine_models_too: bool = False  # besides those of ``cards``, those that the engine names are served
     health: HealthOverrides = HealthOverrides()
     resilience: Resilience = Resilience()
     overload: Overload = Overload()
@@ -152,6 +153,7 @@ _OF_REQUESTS: Final = (
     "url",
     "role",
     "cards",
+    "engine_models_too",
     "bootstrap_host",
     "bootstrap_port",
     "api_key",

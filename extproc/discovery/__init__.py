@@ -1,0 +1,1 @@
+"""Workers that are found rather than registered: in Kubernetes, or in a file that others write."""
