@@ -35,6 +35,7 @@ class Letters:
     eos_ids = frozenset({0})
     vocab_size = 0x110000
     context = None
+    is_byte_level = False
 
     def encode(self, text, *, special):  # noqa: ARG002
         return ids(text)
