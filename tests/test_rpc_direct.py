@@ -328,6 +328,37 @@ def test_a_call_that_ends_well_with_its_head_is_no_answer(rig):
     assert end(rig, client).code == "decode_bad_reply"
 
 
+@pytest.mark.parametrize(
+    ("headers", "bare"),
+    [
+        (HEAD, True),  # and no status
+        ([("content-type", "text/html"), HEAD[1]], False),
+        ([HEAD[1]], False),
+    ],
+)
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_a_head_that_is_no_calls_is_an_error_at_once(rig, headers, bare, body):
+    client = rig.post(PATH, body)
+    released(client)
+    (prefill,) = rig.prefills
+    client.decode_head(headers=headers, end=bare)
+    (said,) = client.call.take()
+    assert mutated(said)[":status"] == "502"
+    assert prefill.cancelled
+    record = end(rig, client)
+    assert (record.code, record.status) == ("decode_bad_reply", 502)
+    assert "not as a gRPC server does" in record.message
+
+
+def test_a_request_that_one_worker_answers_is_ended_by_its_name():
+    rig = RpcRig("vllm")
+    client = rig.post(PATH, CHAT | {"max_tokens": 1})
+    body, _, _ = released(client)
+    end(rig, client)
+    (name,) = set(rig.aborted("prefill_grpc"))
+    assert rig.request(body).request_id == name
+
+
 def test_a_prefill_that_fails_behind_its_decodes_end_changes_nothing(rig):
     client, prefill, answer = begun(rig)
     answer.feed(rig.chunk("hi"), rig.complete("hi"))

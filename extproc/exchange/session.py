@@ -97,6 +97,7 @@ class Session:
         "_rpc",
         "_size",
         "_waiter",
+        "bare",
         "call",
         "deadline",
         "gateway",
@@ -127,6 +128,7 @@ class Session:
         self.promise = 0  # legs that a worker keeps room for
         self._promised: Worker | None = None  # which
         self.notes: dict[object, object] = {}  # what placement has worked out of the request
+        self.bare = False  # the worker's answer has ended with its head
         self.trailed = False  # the worker's answer has ended with trailers: Envoy ends this call, though not the answer
         self._rpc: RpcRequest | None = None  # the request as tokens, if gRPC workers may serve it
         self._late: Late | None = None  # this is the second call of another session's request
@@ -163,6 +165,7 @@ class Session:
                     late.ended()
         elif kind == "response_headers":
             if self._course is not None:
+                self.bare = request.response_headers.end_of_stream
                 self._course.response_headers(request.response_headers.headers.headers)
             elif self._head is None and late is None:
                 self._adopt(request.response_headers.headers.headers)
