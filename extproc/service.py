@@ -321,6 +321,7 @@ class Service:
     def _on_change(self, worker: Worker, change: Change) -> None:
         if change in (Change.ADDED, Change.REMOVED) and self.gateway.rpc is not None:
             self.gateway.rpc.workers = frozenset(each for each in self.registry if each.url.is_grpc)
+            self.gateway.rpc.others = frozenset(self.registry) - self.gateway.rpc.workers
         gone = change is Change.RESTARTED or (change is Change.STATUS and worker.status in _GONE)
         if gone and worker.role is Role.PREFILL:
             self.gateway.prefill_lost(worker)

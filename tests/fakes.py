@@ -400,8 +400,8 @@ class Client:
     def body(self, chunk: bytes, *, end=False) -> None:
         self.tell(request_body=HttpBody(body=chunk, end_of_stream=end))
 
-    def decode_head(self, status=200, headers=()) -> None:
-        self.tell(response_headers=_http_headers([(":status", str(status)), *headers], end=False))
+    def decode_head(self, status=200, headers=(), *, end=False) -> None:
+        self.tell(response_headers=_http_headers([(":status", str(status)), *headers], end=end))
 
     def close(self) -> None:
         self.session.closed()

@@ -35,6 +35,7 @@ class Letters:
     eos_ids = frozenset({0})
     vocab_size = 0x110000
     context = None
+    is_byte_level = False
 
     def encode(self, text, *, special):  # noqa: ARG002
         return ids(text)
@@ -63,19 +64,22 @@ class Texts:
     def __init__(self):
         self.later = False
         self.gone = False
+        self.tokenizer = Letters()
         self.asked = []  # for which models prompts were made tokens
         self.error = None
         self.waiting = []  # what is to be called
         self.cancelled = 0
 
     def of(self, model):  # noqa: ARG002
-        return None if self.gone else Letters()
+        return None if self.gone else self.tokenizer
 
     def prepare(self, asked, then):
         self.asked.append(asked.model)
         prompts = asked.prompts or ("".join(str(message["content"]) for message in asked.chat.messages),)
         made = self.error or tuple(
-            Prepared(prompt, tuple(ids(prompt))) if isinstance(prompt, str) else Prepared("", prompt)
+            Prepared(prompt, tuple(self.tokenizer.encode(prompt, special=False)))
+            if isinstance(prompt, str)
+            else Prepared("", prompt)
             for prompt in prompts
         )
         if not self.later:
@@ -117,6 +121,7 @@ class RpcRig(Rig):
         self.texts = Texts()
         rpc = self.gateway.rpc = Rpc(self.texts, None, RpcHandoffs(), lambda: 1_700_000_000.0)
         rpc.workers = frozenset(each for each in self.workers if each.url.is_grpc)
+        rpc.others = frozenset(self.workers) - rpc.workers
 
     def listen(self) -> None:
         """Have the breakers remember."""

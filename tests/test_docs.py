@@ -94,6 +94,7 @@ OTHERS_OPTIONS = {
         "--enable-dp-attention",
         "--grpc",
         "--load-balance-method",
+        "--max-logprobs",
     ),
     *("--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),

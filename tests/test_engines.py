@@ -287,7 +287,33 @@ def split(request, prompts=((1, 2),), runtime="vllm", labels=()):
 def test_one_sequence_has_the_requests_name_and_options():
     (found,) = split(asked(stream=True, logprobs=2, echo=True, temperature=0.5))
     assert (found.name, found.ids, found.stream) == ("cmpl-1", (1, 2), True)
-    assert (found.top_logprobs, found.prompt_logprobs, found.sampling.temperature) == (2, 2, 0.5)
+    assert (found.top_logprobs, found.prompt_logprobs, found.sampling.temperature) == (3, 3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "labels", "expected"),
+    [
+        # vLLM's own server tells the token and so many others of completions; of chat it counts the token.
+        (COMPLETIONS, {"logprobs": 5}, {}, (6, None)),
+        (COMPLETIONS, {"logprobs": 0}, {}, (0, None)),
+        (COMPLETIONS, {}, {}, (None, None)),
+        (COMPLETIONS, {"prompt_logprobs": 2}, {}, (None, 3)),
+        (CHAT, {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 2}, {}, (2, 3)),
+        (GENERATE, {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}, {}, (2, 2)),
+        # No more than it gives.
+        (COMPLETIONS, {"logprobs": 19}, {}, (20, None)),
+        (COMPLETIONS, {"logprobs": 20}, {}, (20, None)),
+        (COMPLETIONS, {"logprobs": 21}, {}, (21, None)),  # which it refuses
+        (COMPLETIONS, {"logprobs": 5}, {"max_logprobs": "5"}, (5, None)),
+        (COMPLETIONS, {"logprobs": 50}, {"max_logprobs": "100"}, (51, None)),
+    ],
+)
+def test_vllm_is_asked_for_as_many_alternatives_as_make_its_own_answer(api, fields, labels, expected):
+    (found,) = split(asked(api, **fields), labels=labels)
+    assert (found.top_logprobs, found.prompt_logprobs) == expected
+    (others,) = split(asked(api, **fields), runtime="sglang", labels=labels)
+    wanted = asked(api, **fields)
+    assert (others.top_logprobs, others.prompt_logprobs) == (wanted.top_logprobs, wanted.prompt_logprobs)
 
 
 def test_samples_of_a_prompt_come_one_after_the_other_each_with_a_seed_of_its_own():

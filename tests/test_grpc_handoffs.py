@@ -219,11 +219,13 @@ def test_what_a_decode_would_not_survive_is_not_relayed(said):
 def test_a_decode_without_a_prefill_computes_all_that_is_asked_for(connector):
     handoff, _ = vllm_handoff(connector)
     generation = dataclasses.replace(GENERATION, prompt_logprobs=2)
-    handed = handoff.handed(generation, Plan(b"", b""), b"")
+    decode = ranked(worker(Role.DECODE, 2, runtime="vllm"), 1, 2)
+    plan = Sequences(handoff, [generation]).unaided(decode)
+    handed = handoff.handed(generation, plan, b"")
     found = request_in("vllm", handed.decode)
+    assert ((found.request_id,), found.data_parallel_rank) == (plan.names, 1)
     assert handed.kv is Kv.RECOMPUTED
     assert found.sampling_params.prompt_logprobs == 2
-    assert found.request_id
     assert not found.HasField("kv_transfer_params_json")
 
 
@@ -308,7 +310,7 @@ def test_an_answer_of_one_token_ends_with_the_prefill(connector, limit, role):
     generation = dataclasses.replace(GENERATION, sampling=Sampling(max_tokens=limit), prompt_logprobs=1)
     found = handoff.alone(generation, prefill)
     assert (found and found.role) == role
-    sent = request_in("vllm", handoff.single(generation, ranked(prefill, 1, 2)))
+    sent = request_in("vllm", handoff.single(generation, ranked(prefill, 1, 2)).decode)
     assert (sent.sampling_params.prompt_logprobs, sent.stream, sent.data_parallel_rank) == (1, True, 1)
 
 
@@ -417,4 +419,4 @@ def test_sequences_hand_over_part_by_part():
     assert whole.hold(None) == handoff.hold(GENERATION) > 0
     assert (whole.failed(b""), whole.receiving, whole.prefixes_ids) == (True, 0.0, False)
     assert whole.aborts(plan) == handoff.aborts(plan)
-    assert request_in("vllm", whole.single(prefill)).stream
+    assert request_in("vllm", whole.single(prefill).decode).stream

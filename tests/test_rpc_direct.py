@@ -5,7 +5,7 @@ import json
 
 import pytest
 from fakes import mutated, rejection, released, worker
-from rpc_rig import Answer, RpcRig, ids, rpc_worker
+from rpc_rig import Answer, Letters, RpcRig, ids, rpc_worker
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
@@ -13,7 +13,7 @@ from extproc.exchange.clock import FIRST_TOKEN_SECONDS, HEAD_SECONDS, PREFILL_WO
 from extproc.exchange.rpc_direct import RpcDirectCourse
 from extproc.exchange.rpc_reply import RpcReply
 from extproc.handoff.sglang import HOLD_SECONDS
-from extproc.workers.worker import MOONCAKE, Role
+from extproc.workers.worker import MOONCAKE, Role, Status
 
 PATH = "/v1/chat/completions"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}], "max_tokens": 9}
@@ -328,6 +328,37 @@ def test_a_call_that_ends_well_with_its_head_is_no_answer(rig):
     assert end(rig, client).code == "decode_bad_reply"
 
 
+@pytest.mark.parametrize(
+    ("headers", "bare"),
+    [
+        (HEAD, True),  # and no status
+        ([("content-type", "text/html"), HEAD[1]], False),
+        ([HEAD[1]], False),
+    ],
+)
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_a_head_that_is_no_calls_is_an_error_at_once(rig, headers, bare, body):
+    client = rig.post(PATH, body)
+    released(client)
+    (prefill,) = rig.prefills
+    client.decode_head(headers=headers, end=bare)
+    (said,) = client.call.take()
+    assert mutated(said)[":status"] == "502"
+    assert prefill.cancelled
+    record = end(rig, client)
+    assert (record.code, record.status) == ("decode_bad_reply", 502)
+    assert "not as a gRPC server does" in record.message
+
+
+def test_a_request_that_one_worker_answers_is_ended_by_its_name():
+    rig = RpcRig("vllm")
+    client = rig.post(PATH, CHAT | {"max_tokens": 1})
+    body, _, _ = released(client)
+    end(rig, client)
+    (name,) = set(rig.aborted("prefill_grpc"))
+    assert rig.request(body).request_id == name
+
+
 def test_a_prefill_that_fails_behind_its_decodes_end_changes_nothing(rig):
     client, prefill, answer = begun(rig)
     answer.feed(rig.chunk("hi"), rig.complete("hi"))
@@ -540,6 +571,56 @@ def test_a_tokenizer_that_is_taken_away_meanwhile(rig):
     end(rig, client)
 
 
+class OtherLetters(Letters):
+    """The same characters are other tokens."""
+
+    def encode(self, text, *, special):
+        return [token + 1 for token in super().encode(text, special=special)]
+
+
+def exchanged(rig):
+    """The model has another tokenizer from now on."""
+    rig.texts.tokenizer = OtherLetters()
+
+
+def test_a_tokenizer_that_is_exchanged_meanwhile(rig):
+    rig.texts.later = True
+    client = rig.post(PATH, CHAT)
+    exchanged(rig)
+    rig.texts.waiting.pop(0)()
+    assert client.call.take() == []
+    rig.texts.waiting.pop(0)()
+    body, _, _ = released(client)
+    assert list(rig.request(body).tokenized.input_ids) == [token + 1 for token in ids("Say hi")]
+    end(rig, client)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_tokenizer_that_is_exchanged_while_the_request_waits_for_room(rig, leaves):
+    for each in rig.workers:
+        each.limit = 1
+    first = [rig.post(PATH, CHAT) for _ in range(2)]
+    client = rig.post(PATH, CHAT)
+    assert client.call.take() == []
+    rig.texts.later = True
+    exchanged(rig)
+    for each in first:
+        each.close()
+    rig.clock.advance(0)
+    (again,) = rig.texts.waiting
+    assert client.call.take() == []
+    if leaves:
+        client.close()
+        assert rig.texts.cancelled == 1
+    else:
+        again()
+        body, _, _ = released(client)
+        assert list(rig.request(body).tokenized.input_ids) == [token + 1 for token in ids("Say hi")]
+        client.close()
+    rig.clock.advance(5)
+    rig.assert_nothing_is_left()
+
+
 def test_a_request_that_names_no_model_goes_where_its_tokens_are_known():
     others = [rpc_worker(role, port, model_ids=("other",)) for role, port in ((Role.PREFILL, 3), (Role.DECODE, 13))]
     rig = RpcRig("sglang", *others)
@@ -594,6 +675,49 @@ def test_beside_http_workers_those_serve_what_cannot_be_told_over_grpc():
         client = rig.post(PATH, CHAT)
         assert released(client)[2] == ["127.0.0.1:103"]
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "waits"),
+    [
+        ("/v1/messages", {}, False),
+        ("/v1/messages", {}, True),
+        (PATH, {"cache_salt": "x"}, False),
+        (PATH, {"cache_salt": "x"}, True),
+        ("/v1/rerank", {}, False),
+    ],
+)
+def test_http_workers_that_are_not_usable_now_are_no_reason_to_say_that_nobody_can(path, fields, waits):
+    rig = RpcRig("sglang", *http(1, 3))
+    own = [each for each in rig.workers if not each.url.is_grpc]
+    for each in own:
+        each.limit = 1
+    body = CHAT | {"query": "q", "documents": ["d"], **fields}
+    first = rig.post(path, body) if waits else None
+    client = rig.post(path, body) if waits else None
+    for each in own:
+        each.status = Status.NOT_READY
+    if client is None:
+        client = rig.post(path, body)
+    else:
+        assert client.call.take() == []  # it waits for room
+        first.close()
+        rig.clock.advance(0)
+    status, headers, _ = rejection(client)
+    assert (status, headers["x-pd-error-code"]) == (503, "no_available_workers")
+    client.close()
+    rig.clock.advance(5)
+    rig.assert_nothing_is_left()
+
+
+def test_what_is_wrong_of_itself_is_told_all_the_same():
+    rig = RpcRig("sglang", *http(1, 3))
+    for each in rig.workers:
+        if not each.url.is_grpc:
+            each.status = Status.NOT_READY
+    client = rig.post(PATH, CHAT | {"temperature": "hot"})
+    assert rejection(client)[0] == 400
+    client.close()
 
 
 def test_beside_http_workers_each_kind_gets_its_share():

@@ -6,8 +6,9 @@ import pytest
 from fakes import rejection
 from rpc_rig import RpcRig
 from test_relayed import relayed as said
+from test_rpc_direct import PARAMS
 
-from extproc.exchange.attempts import RetryPolicy
+from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
 from extproc.exchange.clock import PREFILL_WORD_SECONDS
 from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.transport.interface import Lost
@@ -297,6 +298,7 @@ def test_a_decode_that_may_be_receiving_is_left_until_it_shows_a_token(delicate)
     assert not decode.cancelled
     decode.receiver.data(rig.chunk("h"))
     assert decode.cancelled
+    assert rig.aborted("decode_grpc") == [rig.request(decode.body).request_id]
     rig.assert_nothing_is_left()
 
 
@@ -309,6 +311,7 @@ def test_or_for_half_a_minute(delicate):
     assert not decode.cancelled
     rig.clock.advance(0.2)
     assert decode.cancelled
+    assert rig.aborted("decode_grpc") == [rig.request(decode.body).request_id]
     rig.assert_nothing_is_left()
 
 
@@ -323,6 +326,7 @@ def test_or_until_it_ends_by_itself(delicate, how):
     else:
         decode.receiver.lost(Lost.RESET, "gone")
     rig.clock.advance(60)
+    assert rig.aborted("decode_grpc") == []
     rig.assert_nothing_is_left()
 
 
@@ -336,3 +340,61 @@ def test_one_that_has_shown_a_token_is_ended_at_once(delicate):
     assert decode.cancelled
     assert rig.aborted("decode_grpc") == [rig.request(decode.body).request_id]
     rig.assert_nothing_is_left()
+
+
+# What nobody needs any more
+
+
+def test_several_that_one_worker_answers_are_ended_by_their_names():
+    rig = RpcRig("vllm", retry=STEADY)
+    client = rig.post(PATH, TWO | {"max_tokens": 1, "temperature": 1})
+    legs = rig.prefills
+    assert (len(legs), rig.decodes) == (2, [])
+    client.close()
+    assert all(leg.cancelled for leg in legs)
+    # Who of the candidates has a leg, only its head would say.
+    assert list(dict.fromkeys(rig.aborted("prefill_grpc"))) == [rig.request(leg.body).request_id for leg in legs]
+    rig.assert_nothing_is_left()
+
+
+def test_decodes_that_do_without_a_prefill_are_ended_by_their_names():
+    policy = RetryPolicy(on_prefill_failure=OnPrefillFailure.DECODE_ONLY, jitter=0)
+    rig = RpcRig("vllm", retry=policy)
+    client = rig.post(PATH, TWO | {"temperature": 1})
+    rig.refused(rig.prefills[0], 14)
+    legs = rig.decodes
+    assert len(legs) == 2
+    client.close()
+    assert all(leg.cancelled for leg in legs)
+    assert list(dict.fromkeys(rig.aborted("decode_grpc"))) == [rig.request(leg.body).request_id for leg in legs]
+    rig.assert_nothing_is_left()
+
+
+def test_a_cache_is_freed_whose_prefill_does_not_tell_what_was_asked_for():
+    rig = RpcRig("vllm", retry=RetryPolicy(attempts=1))
+    client = rig.post(PATH, TWO | {"echo": True, "logprobs": 1, "temperature": 1})
+    rig.answered(rig.prefills[0], rig.complete("h", params=PARAMS))  # without log probabilities of the prompt
+    assert rejection(client)[0] == 502
+    client.close()
+    (order,) = [leg for leg in rig.egress.orders if leg.path.endswith("/Generate")]
+    assert (rig.request(order.body).kv_transfer_params_json, order.cluster) == (PARAMS, "decode_grpc")
+    rig.clock.advance(5)
+    rig.assert_nothing_is_left()
+
+
+# Servers that speak no gRPC
+
+STRANGE = [(b"content-type", b"text/html")]
+
+
+@pytest.mark.parametrize("role", ["prefills", "decodes"])
+def test_a_server_of_another_kind_is_not_waited_for(role):
+    rig = RpcRig(retry=RetryPolicy(attempts=1))
+    client = rig.post(PATH, TWO)
+    leg = getattr(rig, role)[0]
+    leg.receiver.head(200, STRANGE)
+    assert leg.cancelled
+    assert rejection(client)[0] == 502
+    record = done(rig, client)
+    assert record.code == "decode_bad_reply"
+    assert "not as a gRPC server does" in record.message

@@ -107,11 +107,18 @@ def test_nothing_is_sent_while_nothing_is_certain() -> None:
     assert text_of(transcoder.feed(reply([chunk(WAVE[1:])]))) == "🌊"
 
 
-def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+def test_half_a_character_at_the_end_is_what_the_engines_own_server_makes_of_it() -> None:
     messages = stream_of([[HELLO], WAVE[:1]])
-    assert text_of(whole(chat(), messages)) == "Hello\ufffd"
+    assert text_of(whole(chat(), messages)) == "Hello"
     body = json.loads(whole(chat(stream=False), [complete([HELLO, WAVE[0]])]))
-    assert body["choices"][0]["message"]["content"] == "Hello\ufffd"
+    assert body["choices"][0]["message"]["content"] == "Hello"
+    said = sglang_pb.GenerateResponse(
+        complete=sglang_pb.GenerateComplete(output_ids=[HELLO, WAVE[0]], finish_reason="length", completion_tokens=2)
+    )
+    made = transcoder_of(asked_of("/v1/completions", {"prompt": "hi"}), engine=engine_of("sglang"))
+    assert json.loads(whole(made, [said]))["choices"][0]["text"] == "Hello\ufffd"
+    made = transcoder_of(asked_of("/generate", {"text": "hi"}))
+    assert json.loads(whole(made, [complete([HELLO, WAVE[0]])]))["text"] == "Hello\ufffd"
 
 
 def test_an_answer_that_is_not_streamed_comes_at_the_end() -> None:

@@ -107,7 +107,9 @@ def test_the_text_is_that_of_the_tokens_as_a_whole(steps: list[list[int]], skip:
     path, body = APIS["chat"]
     out = answer(path, body | fields, cut(reply(stream_of(steps)), places))
     tokens = [token for step in steps for token in step]
-    assert joined(out)["content"] == TOKENIZER.decode(tokens, skip_special=skip)
+    whole = TOKENIZER.decode(tokens, skip_special=skip)
+    half = TOKENIZER.detokenizer((), skip_special=skip).add(tokens) != whole  # which vLLM leaves out
+    assert joined(out)["content"] == (whole[:-1] if half else whole)
 
 
 @settings(deadline=None, max_examples=40)

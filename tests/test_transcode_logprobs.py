@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
+from smg_grpc_proto.generated import sglang_scheduler_pb2, tokenspeed_scheduler_pb2
 from transcode_rig import (
     BOS,
     EOS,
@@ -22,6 +23,7 @@ from transcode_rig import (
     transcoder_of,
 )
 
+from extproc.engines.table import engine_of
 from extproc.text.tokenizer import Prepared
 from extproc.transcode.transcoder import Transcoder
 from extproc.transcode.vocabulary import Vocabulary
@@ -129,12 +131,73 @@ def test_completions_list_the_token_and_the_likeliest_beside_it(tops: Any, expec
     assert listed["Hello"] == -1.0
 
 
-def test_alternatives_that_look_alike_are_one() -> None:
-    halves = ids(bytes.fromhex("f09f"), bytes.fromhex("e4bd"))
+FIRST, LAST = WAVE
+OTHER = ids(bytes.fromhex("e4bd"))[0]
+REPLACED = ["\ufffd", "\ufffd\ufffd", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "shown"),
+    [
+        # (completions, chat), of a token that begins a character, one that ends it, and one that would not.
+        ("vllm", (["Hello", "", "🌊", ""], ["Hello", "", "🌊", ""])),
+        ("sglang", (["Hello", "\xf0\x9f", "\x8c\x8a", "\xe4\xbd"], ["Hello", *REPLACED])),
+        ("tokenspeed", (["Hello", *REPLACED], ["Hello", *REPLACED])),
+    ],
+)
+def test_parts_of_characters_are_shown_as_the_engines_own_server_shows_them(
+    runtime: str, shown: tuple[list[str], list[str]]
+) -> None:
+    tokens = [HELLO, FIRST, LAST, OTHER]
+    engine = engine_of(runtime)
+    bodies = (("/v1/completions", {"logprobs": 0}), ("/v1/chat/completions", {}))
+    for (path, fields), expected in zip(bodies, shown, strict=True):
+        answer = transcoder_of(asked_of(path, BODY[path] | fields), engine=engine)
+        message = complete(tokens, alternatives=0)
+        if runtime != "vllm":
+            message = of_runtime(runtime, message)
+        told = logprobs_of(answer, [message])
+        assert (told["tokens"] if "tokens" in told else [row["token"] for row in told["content"]]) == expected
+
+
+def of_runtime(runtime: str, message: Any) -> Any:
+    """The same of another engine's messages, which have fields of the same names."""
+    pb = {"sglang": sglang_scheduler_pb2, "tokenspeed": tokenspeed_scheduler_pb2}[runtime]
+    said, own = message.complete.output_logprobs, pb.GenerateResponse()
+    own.complete.output_ids[:] = message.complete.output_ids
+    own.complete.finish_reason = "length"
+    own.complete.output_logprobs.token_ids[:] = said.token_ids
+    own.complete.output_logprobs.token_logprobs[:] = said.token_logprobs
+    return own
+
+
+def test_an_alternative_that_completes_a_character_is_shown_as_it() -> None:
+    message = complete([HELLO, FIRST, RIVER], alternatives=0)
+    said = message.complete.output_logprobs
+    for token, other in zip(said.token_ids, (LAST, LAST, LAST), strict=True):
+        said.top_logprobs.add(token_ids=[token, other], values=[-1.0, -2.0])
+    listed = logprobs_of(completions(logprobs=2), [message])["top_logprobs"]
+    assert [list(one)[1] if len(one) > 1 else "" for one in listed] == ["", "", "🌊"]
+    assert listed[0] == {"Hello": -HELLO / 8, "": -2.0}
+    assert listed[1] == {"": -2.0}  # the token itself is half a character, and so is the other
+
+
+def test_of_alternatives_that_look_alike_the_last_value_counts() -> None:
     (listed,) = logprobs_of(
-        completions(logprobs=3), [with_tops(HELLO, -1.0, [(HELLO, -1.0), (halves[0], -2.0), (halves[1], -3.0)])]
+        completions(logprobs=3), [with_tops(HELLO, -1.0, [(HELLO, -1.0), (FIRST, -2.0), (OTHER, -3.0)])]
     )["top_logprobs"]
-    assert listed == {"Hello": -1.0, "\ufffd": -2.0}
+    assert listed == {"Hello": -1.0, "": -3.0}
+
+
+def test_tokens_of_a_prompt_are_shown_by_those_before_but_for_its_first() -> None:
+    made = chat(Prepared("", (FIRST, FIRST, LAST)), prompt_logprobs=1)
+    made.prefilled(prefill_of([FIRST, FIRST, LAST], logprobs=True))
+    told = json.loads(made.feed(reply([complete([RIVER], alternatives=0)])) + made.end(0))["prompt_logprobs"]
+    assert [one and one[str(token)]["decoded_token"] for one, token in zip(told, (0, FIRST, LAST), strict=True)] == [
+        None,
+        "",
+        "🌊",
+    ]
 
 
 def test_tokens_may_be_shown_as_their_ids() -> None:
@@ -223,6 +286,23 @@ def test_generate_shows_texts_where_they_are_asked_for() -> None:
         assert [row[:2] for row in meta["output_token_logprobs"]] == [[-HELLO / 8, HELLO], [-WAVE[0] / 8, WAVE[0]]]
         assert [len(row) for row in meta["output_top_logprobs"]] == [2, 2]
         assert meta["input_token_logprobs"] == meta["input_top_logprobs"] == []
+
+
+@pytest.mark.parametrize("names_it", [True, False])  # vLLM's server does, SGLang's does not
+def test_generate_tells_the_alternatives_to_a_token_that_was_not_asked_for(*, names_it: bool) -> None:
+    fields = {"return_logprob": True, "top_logprobs_num": 2, "sampling_params": {"max_new_tokens": 0}}
+    for stream in (False, True):
+        made = transcoder_of(asked_of("/generate", {"text": "hi", "stream": stream, **fields}))
+        messages = (
+            [chunk([HELLO], 2), complete([HELLO], alternatives=2)] if stream else [complete([HELLO], alternatives=2)]
+        )
+        for message in () if names_it else messages:
+            kind = message.WhichOneof("response")
+            getattr(message, kind).ClearField("token_ids" if kind == "chunk" else "output_ids")
+        out = (made.feed(reply(messages)) + made.end(0)).decode().split("data: ")
+        meta = json.loads(out[-2] if stream else out[0])["meta_info"]
+        assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, [])
+        assert [[one[1] for one in row] for row in meta["output_top_logprobs"]] == [[HELLO, HELLO + 1]]
 
 
 def test_what_is_known_of_a_tokenizer_goes_with_it() -> None:

@@ -52,6 +52,7 @@ class SmallTokenizer:
     eos_ids = frozenset({EOS, END})
     vocab_size = len(TOKENS)
     context = 4096
+    is_byte_level = True
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [BOS] * special + ids(*(bytes([byte]) for byte in text.encode()))

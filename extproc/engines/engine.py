@@ -33,6 +33,18 @@ class Remote(NamedTuple):
     port: int
 
 
+class Alternatives(NamedTuple):
+    """Alternatives to a token; None where no log probabilities are asked for.
+
+    Attributes:
+        output: to each token of the answer.
+        prompt: to each of the prompt.
+    """
+
+    output: int | None
+    prompt: int | None
+
+
 Meeting = Room | Params | Remote
 
 
@@ -61,6 +73,13 @@ class Engine(Protocol):
 
         Args:
             sampling: of a sequence of it, defaults filled in.
+        """
+
+    def alternatives(self, asked: Asked, labels: Mapping[str, str]) -> Alternatives:
+        """How many alternatives to a token the engine must be asked for, to tell those that its own server would tell.
+
+        Args:
+            labels: of the worker that decodes.
         """
 
     def request(

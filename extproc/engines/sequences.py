@@ -44,6 +44,7 @@ def sequences(
         engine.check(asked, sampling)
         _check_known(sampling.stop_token_ids, vocabulary, named(asked.api, "stop_token_ids"))
         _check_known([token for token, _ in sampling.logit_bias], vocabulary, named(asked.api, "logit_bias"))
+    alternatives = engine.alternatives(asked, labels)
     found: list[Generation] = []
     for index, ids in enumerate(prompts):
         sampling = samplings[index] if asked.samplings else samplings[0]
@@ -56,8 +57,8 @@ def sequences(
                     own,
                     f"{name}-{len(found)}" if len(prompts) * asked.samples > 1 else name,
                     asked.stream,
-                    asked.top_logprobs,
-                    asked.prompt_logprobs,
+                    alternatives.output,
+                    alternatives.prompt,
                     asked.logprob_start,
                     encoded,
                 )

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from extproc.apis.table import CHAT, GENERATE, Api
-from extproc.engines.engine import Meeting, Room
+from extproc.engines.engine import Alternatives, Meeting, Room
 from extproc.engines.limits import (
     ANY_OBJECT,
     check_stops,
@@ -71,6 +71,10 @@ class SglangEngine:
         if sampling.seed is not None and not is_greedy(sampling):
             values.refuse(named(asked.api, "seed"), "SGLang cannot be told of a seed over gRPC")
         check_stops(asked.api, sampling, MOST_STOPS)
+
+    def alternatives(self, asked: Asked, labels: Mapping[str, str]) -> Alternatives:  # noqa: ARG002 - Engine's signature
+        """See Engine. The token itself is none of them."""
+        return Alternatives(asked.top_logprobs, asked.prompt_logprobs)
 
     def request(
         self, generation: Generation, meeting: Meeting | None, role: Role, name: str, rank: int | None = None

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 
 from extproc.apis.table import Api
-from extproc.engines.engine import Meeting, Room
+from extproc.engines.engine import Alternatives, Meeting, Room
 from extproc.engines.limits import check_stops, defaults_in, refuse_prompt_logprobs
 from extproc.engines.prompt import with_prompt
 from extproc.engines.rows import bad_reply, logprobs_of
@@ -46,6 +46,10 @@ class TokenspeedEngine:
         """See Engine."""
         refuse_prompt_logprobs(asked)
         check_stops(asked.api, sampling, MOST_STOPS)
+
+    def alternatives(self, asked: Asked, labels: Mapping[str, str]) -> Alternatives:  # noqa: ARG002 - Engine's signature
+        """See Engine. The token itself is none of them."""
+        return Alternatives(asked.top_logprobs, asked.prompt_logprobs)
 
     def request(
         self, generation: Generation, meeting: Meeting | None, role: Role, name: str, rank: int | None = None

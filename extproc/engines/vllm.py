@@ -16,8 +16,8 @@ import orjson
 from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from extproc.apis.table import Api
-from extproc.engines.engine import Meeting, Params, Remote
+from extproc.apis.table import COMPLETIONS, GENERATE, Api
+from extproc.engines.engine import Alternatives, Meeting, Params, Remote
 from extproc.engines.limits import check_stops, defaults_in, is_cold, refuse_value
 from extproc.engines.prompt import with_prompt
 from extproc.engines.rows import bad_reply, logprobs_of, prompt_logprobs_of
@@ -26,6 +26,7 @@ from extproc.generation.events import Complete, Event, Tokens, Usage
 from extproc.generation.sampling import Constraint, Sampling, Shape
 from extproc.workers.worker import Role
 
+MOST_LOGPROBS: Final = 20  # --max-logprobs, unless set otherwise; the label max_logprobs says what is
 MOST_STOPS: Final = 4  # VLLM_MAX_STOP_STRINGS, unless set otherwise
 _HOTTEST: Final = 2.0
 _LARGEST_BIAS: Final = 100.0  # its server cuts off what is beyond
@@ -59,6 +60,20 @@ class VllmEngine:
         if asked.samples > 1 and is_cold(sampling):
             refuse_value(asked.api, "n", "must be 1 when the temperature is 0")
         check_stops(asked.api, sampling, MOST_STOPS)
+
+    def alternatives(self, asked: Asked, labels: Mapping[str, str]) -> Alternatives:
+        """See Engine.
+
+        Its gRPC server tells as many as it is asked for, with the token itself in front. Its own server does so of
+        chat; of completions, and of any prompt, it tells one more where the token is none of the likeliest. So one more
+        is asked for, as long as the engine gives so many.
+        """
+        most = labels.get("max_logprobs", "")
+        limit = int(most) if most.isdecimal() else MOST_LOGPROBS
+        if asked.api is GENERATE:
+            return Alternatives(asked.top_logprobs, asked.prompt_logprobs)
+        output = _one_more(asked.top_logprobs, limit) if asked.api is COMPLETIONS else asked.top_logprobs
+        return Alternatives(output, _one_more(asked.prompt_logprobs, limit))
 
     def request(
         self, generation: Generation, meeting: Meeting | None, role: Role, name: str, rank: int | None = None
@@ -153,6 +168,11 @@ def _params(generation: Generation, role: Role) -> pb.SamplingParams:
     if sampling.constraint is not None:
         _constrain(params, sampling.constraint)
     return params
+
+
+def _one_more(alternatives: int | None, limit: int) -> int | None:
+    """None at all are told without the token."""
+    return alternatives + 1 if alternatives and alternatives < limit else alternatives
 
 
 def _seed(seed: int) -> int:

@@ -203,6 +203,8 @@ class PrefillLeg:
         events.prefill_answered(self, answer.body)
 
     def _failed(self, error: GatewayError) -> None:
+        if self._leg is not None:
+            self._leg.cancel()  # one whose head alone says so goes on
         charge((self._placed.pair.prefill,), error, self._turn)
         if self._limit is not None:
             self._let_finish()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
 from extproc.apis.request import MAX_PROMPTS, InferenceRequest
-from extproc.apis.table import COUNT_TOKENS, DETOKENIZE, GENERATE, TOKENIZE, Api
+from extproc.apis.table import COUNT_TOKENS, DETOKENIZE, GENERATE, TOKENIZE, Api, Flow
 from extproc.engines.sequences import sequences, vocabulary_of
 from extproc.engines.table import engine_of
 from extproc.errors import GatewayError
@@ -59,6 +59,7 @@ class Rpc:
 
     Attributes:
         workers: the gRPC workers that are registered, in whatever state. Whoever knows sets it; most fleets have none.
+        others: the other ones, likewise.
     """
 
     def __init__(self, texts: Texts, endpoints: Endpoints, handoffs: RpcHandoffs, wall: Callable[[], float]) -> None:
@@ -67,6 +68,7 @@ class Rpc:
         self.handoffs = handoffs
         self.wall = wall
         self.workers: Collection[Worker] = frozenset()
+        self.others: Collection[Worker] = frozenset()
         self._known: dict[int, tuple[Sequence[Worker], bool]] = {}
 
     def may_serve(self, placer: Placer, request: InferenceRequest) -> bool:
@@ -74,6 +76,12 @@ class Rpc:
         if not serves(request.api):
             return False
         return any(self._some(placer.usable(request.model, role)) for role in (Role.PREFILL, Role.DECODE))
+
+    def others_serve(self, request: InferenceRequest) -> bool:
+        """Whether other workers than gRPC's are there for ``request``, though they may not be usable now."""
+        model, roles = request.model, {Role.PREFILL, Role.DECODE}
+        found = {each.role for each in self.others if model is None or not each.model_ids or model in each.model_ids}
+        return (Role.PREFILL in found) if request.api.flow is Flow.PREFILL_ONLY else roles <= found
 
     def named(self, placer: Placer, request: InferenceRequest) -> InferenceRequest:
         """``request``, or where it names no model the same for one that a pair serves: what is tokens, is one model's.
@@ -140,6 +148,11 @@ class RpcRequest:
     def read(cls, request: InferenceRequest) -> Asked:
         """What ``request`` asks for. Raises GatewayError (4xx, 501)."""
         return parse(request)
+
+    @property
+    def outdated(self) -> bool:
+        """The model has another tokenizer now than the one that has made tokens of the prompts."""
+        return self._rpc.texts.of(self._request.model) is not self._tokenizer
 
     @property
     def tokens(self) -> int:

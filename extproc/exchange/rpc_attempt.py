@@ -15,9 +15,9 @@ from extproc.exchange.headers import RequestHead
 from extproc.exchange.placed import Placed
 from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.rpc import RpcRequest, told
-from extproc.exchange.rpc_failures import Verdict, cut_short, refusal_of, verdict_of
+from extproc.exchange.rpc_failures import Verdict, cut_short, is_strange, refusal_of, verdict_of
 from extproc.handoff.grpc import Sequences
-from extproc.handoff.handoff import Handoff
+from extproc.handoff.handoff import Handoff, Plan
 from extproc.merge.parts import Joint
 from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.worker import Worker
@@ -31,7 +31,7 @@ _AS_IT_IS: Final = LegEdits()
 class RpcPart(Part):
     """One pair of legs; the LegReceiver of its decode leg."""
 
-    __slots__ = ("_ended", "_failure", "_left", "_limit", "_own", "_timer", "_verdict", "transcoder")
+    __slots__ = ("_ended", "_failure", "_leaving", "_left", "_limit", "_own", "_timer", "_verdict", "transcoder")
 
     def __init__(self, attempt: RpcAttempt, index: int, worker: Worker, tokens: int) -> None:
         super().__init__(attempt, index, worker, tokens)
@@ -42,6 +42,7 @@ class RpcPart(Part):
         self._ended = False  # the decode's call has ended well, and the answer waits for the prefill's word
         self._timer: Handle | None = None  # how long
         self._left: Leg | None = None  # the decode leg, which nobody wants any more but may not be ended yet
+        self._leaving: Plan | None = None  # by which its engine is asked to end it then
         self._limit: Handle
 
     # -- LegReceiver ----------------------------------------------------------------------------------------------
@@ -53,7 +54,12 @@ class RpcPart(Part):
         self._own.answered(self, headers)
         self._verdict = verdict_of(headers)
         self._failure = refusal_of(self.worker, status, headers)
-        if self._failure is None:
+        if is_strange(status, headers):  # and may go on for ever
+            failure, self._failure = self._failure, None
+            assert failure is not None
+            self._own.drop_decode(self)
+            self._own.refused(self, failure)
+        elif self._failure is None:
             self.params = b""  # the decode has the request: it fetches the cache, or has it freed when it is aborted
             self._own.events.decode_head([(b"content-type", self.transcoder.content_type)])
 
@@ -72,7 +78,7 @@ class RpcPart(Part):
     def done(self) -> None:
         """See LegReceiver."""
         if self._left is not None:
-            self._end_left()
+            self._end_left(over=True)
             return
         self.over()
         verdict = self._verdict
@@ -95,7 +101,7 @@ class RpcPart(Part):
     def lost(self, reason: Lost, detail: str) -> None:
         """See LegReceiver."""
         if self._left is not None:
-            self._end_left()
+            self._end_left(over=True)
         else:
             super().lost(reason, detail)
 
@@ -131,6 +137,7 @@ class RpcPart(Part):
     def leave(self, seconds: float) -> None:
         """Let the decode leg go on until it has what it is receiving, or for so long; it counts until then."""
         self._left, self.decode = self.decode, None
+        self._leaving = self.plan
         self._limit = self._own.session.gateway.clock.after(seconds, self._end_left)
 
     @property
@@ -138,12 +145,18 @@ class RpcPart(Part):
         """That is so."""
         return self._left is not None
 
-    def _end_left(self) -> None:
+    def _end_left(self, *, over: bool = False) -> None:
+        """It may be ended now; ``over``: it has ended."""
         leg, self._left = self._left, None
+        plan, self._leaving = self._leaving, None
         self._limit.cancel()
-        if leg is not None:
+        if leg is None:
+            return
+        self.worker.end(self.turn, self.tokens)
+        if not over:
             leg.cancel()
-            self.worker.end(self.turn, self.tokens)
+            if plan is not None:
+                self._own.tell(plan, self.worker)
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
@@ -238,7 +251,11 @@ class RpcAttempt(Attempt):
         for part in self._parts:
             assert isinstance(part, RpcPart)
             part.transcoder.prefilled(None)
-            self._send_decode(part, self._sequences.part(part.index).single(part.worker))
+            plan = part.plan = self._sequences.part(part.index).single(part.worker)
+            self._send_decode(part, plan.decode)
+
+    def _unaided(self, part: Part) -> Plan:
+        return self._sequences.part(part.index).unaided(part.worker)
 
     def prefill_answered(self, part: Part, body: bytes) -> None:
         """See Attempt."""
@@ -246,10 +263,16 @@ class RpcAttempt(Attempt):
         try:
             part.told(body)
         except GatewayError as error:
+            self._harvest(part, body)
             self.events.leg_failed(error, (self.prefill,))
             return
         super().prefill_answered(part, body)
         part.go_on()
+
+    def _harvest(self, part: Part, body: bytes) -> None:
+        """No decode leg follows: keep what a decode worker has to be told for the prefill to free its cache."""
+        if self._sequences.in_turn and part.plan is not None:
+            part.params = self._sequences.part(part.index).handed(self._request, part.plan, None, body).params
 
     def refused(self, part: Part, error: GatewayError) -> None:
         """A decode leg's head was all of its answer, and an error."""
@@ -266,6 +289,10 @@ class RpcAttempt(Attempt):
         if part.decode is not None:
             self._end_decode(part)
             self._abort(part, (part.worker,))
+
+    def tell(self, plan: Plan, worker: Worker) -> None:
+        """Have ``worker`` end the legs of ``plan``."""
+        self._order(self._sequences.aborts(plan), [(worker,)])
 
     def drop(self) -> None:
         """See Attempt."""

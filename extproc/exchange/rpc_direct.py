@@ -23,13 +23,14 @@ from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import call_reply
 from extproc.exchange.rpc import RpcRequest, told
 from extproc.exchange.rpc_choice import RpcAloneChoice
-from extproc.exchange.rpc_failures import Verdict, cut_short, unsaid, verdict_of
+from extproc.exchange.rpc_failures import Verdict, cut_short, is_strange, stranger, unsaid, verdict_of
 from extproc.exchange.rpc_relayed import RpcRelayedCourse
 from extproc.exchange.rpc_reply import RpcReply
 from extproc.handoff.grpc import Sequences
-from extproc.handoff.handoff import Alone
+from extproc.handoff.handoff import Alone, Plan
 from extproc.policies.placement import Pair
 from extproc.transcode.transcoder import Transcoder
+from extproc.transport.interface import Header
 from extproc.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RpcDirectCourse(DirectCourse):
 
     __slots__ = (
         "_aborted",
+        "_alone",
         "_first_closed",
         "_refused_names",
         "_reply",
@@ -67,6 +69,7 @@ class RpcDirectCourse(DirectCourse):
         sequences: Sequences,
     ) -> None:
         super().__init__(session, head, request, workers)
+        self._alone: Plan | None = None  # the leg of a request that one worker answers
         self._rpc = rpc
         self._sequences = sequences
         self._path = sequences.path
@@ -121,7 +124,14 @@ class RpcDirectCourse(DirectCourse):
         self._transcoder.prefilled(None)
 
     def _alone_body(self) -> bytes:
-        return self._sequences.single(self._decode)
+        self._alone = self._sequences.single(self._decode)
+        return self._alone.decode
+
+    def _abort(self, workers: Sequence[Worker]) -> None:
+        if self._plan is None and self._alone is not None:
+            self._order(self._sequences.aborts(self._alone), [(worker,) for worker in workers])
+        else:
+            super()._abort(workers)
 
     def _released_head(self, body: bytes | None) -> bytes:  # noqa: ARG002 - a call has no length
         return call_reply(self._session, self._head, self._decode, self._path, destinations(self._upstreams))
@@ -133,15 +143,22 @@ class RpcDirectCourse(DirectCourse):
         fields = list(headers)
         head = AnswerHead.of(fields)
         pairs = [(field.key.encode("latin-1"), field.raw_value) for field in fields]
-        verdict = None if head.code is not None else verdict_of(pairs)
-        if head.code is not None or head.status != 200 or verdict is None:
+        error = None if head.code is not None or head.status != 200 else self._told_by(head, pairs)
+        if error is None:
             self._headed(head)
             return
-        # The reporter of a fail-over: who answered is known only after this.
         self._refused_names = [name for name, _ in pairs if not name.startswith(b":")]
-        worker = self._answering(head.upstream)
-        error = self._said = verdict.failure(worker) if verdict.code else unsaid(worker)
+        self._said = error
         self._headed(head._replace(status=error.status), error)
+
+    def _told_by(self, head: AnswerHead, pairs: Sequence[Header]) -> GatewayError | None:
+        """What a worker's head means that is all there is of its answer, or no call's; None for any other."""
+        # The reporter of a fail-over: who answered is known only after this.
+        worker = self._answering(head.upstream)
+        verdict = verdict_of(pairs)
+        if verdict is not None:
+            return verdict.failure(worker) if verdict.code else unsaid(worker)
+        return stranger(worker) if self._session.bare or is_strange(200, pairs) else None
 
     def _answering(self, endpoint: str | None) -> Worker:
         return next((worker for worker in self._upstreams if worker.endpoint == endpoint), self._decode)

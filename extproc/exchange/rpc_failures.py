@@ -17,6 +17,8 @@ from extproc.workers.worker import Worker
 _UNKNOWN: Final = 2
 _STATUS: Final = b"grpc-status"
 _MESSAGE: Final = b"grpc-message"
+_CONTENT_TYPE: Final = b"content-type"
+_GRPC: Final = b"application/grpc"  # or with +proto, and the like, behind it
 _SHOWN: Final = 1000  # characters of a worker's words that the client is told
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 
@@ -70,6 +72,18 @@ def unsaid(worker: Worker) -> GatewayError:
     return GatewayError("decode_bad_reply", message)
 
 
+def is_strange(status: int, headers: Sequence[Header]) -> bool:
+    """Whether a worker's head is none of a gRPC call, though it says that all is well: it is another server's."""
+    fields = dict(headers)
+    return status == 200 and _LOCAL_REPLY not in fields and not fields.get(_CONTENT_TYPE, b"").startswith(_GRPC)
+
+
+def stranger(worker: Worker) -> GatewayError:
+    """The error for an answer that is no gRPC call's."""
+    message = f"{worker.role.value} worker {worker.name} answered, but not as a gRPC server does"
+    return GatewayError("decode_bad_reply", message)
+
+
 def refusal_of(worker: Worker, status: int, headers: Sequence[Header]) -> GatewayError | None:
     """What a head means that is no call's answer, or all of it and an error; None for any other.
 
@@ -77,6 +91,8 @@ def refusal_of(worker: Worker, status: int, headers: Sequence[Header]) -> Gatewa
     """
     if status != 200 or _LOCAL_REPLY in dict(headers):
         return failure_of(worker, status, headers, b"", answers_client=True)
+    if is_strange(status, headers):
+        return stranger(worker)
     verdict = verdict_of(headers)
     return None if verdict is None or verdict.code == 0 else verdict.failure(worker)
 
@@ -98,6 +114,12 @@ class RpcAnswer(WholeAnswer):
     ) -> None:
         super().__init__(worker, complete, failed, is_failure=is_failure, answers_client=answers_client, keep=True)
         self._verdict: Verdict | None = None
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See LegReceiver. What another server answers may have no end."""
+        super().head(status, headers)
+        if is_strange(status, headers):
+            self._failed(stranger(self._worker))
 
     def trailers(self, headers: Sequence[Header]) -> None:
         """See LegReceiver."""

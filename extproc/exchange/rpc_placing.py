@@ -10,6 +10,7 @@ from extproc.errors import GatewayError
 from extproc.exchange.attempts import Attempts
 from extproc.exchange.choice import PairChoice
 from extproc.exchange.failures import refuse_unknown
+from extproc.exchange.gateway import Gateway
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.placed import Placed
 from extproc.exchange.rpc import RpcRequest
@@ -19,13 +20,14 @@ from extproc.exchange.rpc_relayed import RpcRelayedCourse
 from extproc.handoff.grpc import Sequences
 from extproc.handoff.handoff import Alone
 from extproc.policies.partners import CANDIDATES
-from extproc.policies.placement import Pair, Placer
+from extproc.policies.placement import Pair
 from extproc.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
     from extproc.exchange.session import Course, Session
 
 
+_RETRY_AFTER: Final = 1  # seconds
 LONG_PROMPT: Final = 4096  # tokens that may take an engine so long that a client, or what is between, gives up waiting
 
 
@@ -83,27 +85,34 @@ def rpc_alone(
 
 
 def but(
-    placer: Placer, request: InferenceRequest, ranked: Sequence[Worker], excluded: Collection[Worker]
+    gateway: Gateway, request: InferenceRequest, ranked: Sequence[Worker], excluded: Collection[Worker]
 ) -> Sequence[Worker]:
     """``ranked`` without those that cannot be given the request; others of their role where none is left.
 
-    Raises GatewayError: there are only such.
+    Raises GatewayError: there are only such, at least now.
     """
     if not excluded:
         return ranked
     found = [worker for worker in ranked if worker not in excluded]
     if not found:
-        others = placer.usable(request.model, ranked[0].role)
+        others = gateway.placer.usable(request.model, ranked[0].role)
         found = [worker for worker in others if worker not in excluded][:CANDIDATES]
     if not found:
-        raise _not_served(request)
+        raise _not_served(gateway, request) or GatewayError(
+            "no_available_workers", f"No {ranked[0].role.value} worker is available", retry_after=_RETRY_AFTER
+        )
     return found
 
 
-def served_over_grpc(placer: Placer, request: InferenceRequest, excluded: Collection[Worker]) -> GatewayError | None:
-    """The error for a request that only gRPC workers could be given, if they could; None where there are none."""
-    return _not_served(request) if excluded and placer.has_pair(request.model, (), None) else None
+def served_over_grpc(gateway: Gateway, request: InferenceRequest, excluded: Collection[Worker]) -> GatewayError | None:
+    """The error for a request that only gRPC workers could be given, if they could; None where there are none.
+
+    None also where there are others that could, which are not usable now: that is another error.
+    """
+    return _not_served(gateway, request) if excluded and gateway.placer.has_pair(request.model, (), None) else None
 
 
-def _not_served(request: InferenceRequest) -> GatewayError:
+def _not_served(gateway: Gateway, request: InferenceRequest) -> GatewayError | None:
+    if gateway.rpc is not None and gateway.rpc.others_serve(request):
+        return None
     return GatewayError("not_implemented", f"{request.api.path} is not yet supported over gRPC workers")

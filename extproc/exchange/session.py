@@ -35,7 +35,7 @@ from extproc.handoff.handoff import Alone, Handoff, Kv
 from extproc.merge.parts import check_parts, joint_of
 from extproc.names import LATE
 from extproc.policies.room import NoRoomError, Room
-from extproc.text.tokenizer import Prepared
+from extproc.text.tokenizer import Prepared, Tokenizer
 from extproc.transport.grpc_framing import Status
 from extproc.transport.interface import Call
 from extproc.workers.worker import Role, Worker
@@ -49,6 +49,8 @@ _LOGGED_MODEL: Final = 256  # characters; a client may send any number
 # Most bodies are smaller: an Envoy that may not pass on what it has reads no more either, and so does not see that a
 # client over HTTP/1.1 has left.
 _KEPT_WAITING: Final = 1 << 20
+# What gRPC workers cannot be given, and others might.
+_UNTOLD: Final = frozenset({"unsupported_parameter", "not_implemented", "tokenizer_not_found"})
 
 
 class Course(Protocol):
@@ -97,6 +99,7 @@ class Session:
         "_rpc",
         "_size",
         "_waiter",
+        "bare",
         "call",
         "deadline",
         "gateway",
@@ -127,6 +130,7 @@ class Session:
         self.promise = 0  # legs that a worker keeps room for
         self._promised: Worker | None = None  # which
         self.notes: dict[object, object] = {}  # what placement has worked out of the request
+        self.bare = False  # the worker's answer has ended with its head
         self.trailed = False  # the worker's answer has ended with trailers: Envoy ends this call, though not the answer
         self._rpc: RpcRequest | None = None  # the request as tokens, if gRPC workers may serve it
         self._late: Late | None = None  # this is the second call of another session's request
@@ -163,6 +167,7 @@ class Session:
                     late.ended()
         elif kind == "response_headers":
             if self._course is not None:
+                self.bare = request.response_headers.end_of_stream
                 self._course.response_headers(request.response_headers.headers.headers)
             elif self._head is None and late is None:
                 self._adopt(request.response_headers.headers.headers)
@@ -369,6 +374,11 @@ class Session:
         need = (request.api.flow, request.model, apart)
 
         def step(taken: Collection[Worker]) -> None:
+            rpc = self._rpc
+            if rpc is not None and rpc.outdated:
+                self._rpc = None
+                self.gateway.clock.after(0.0, lambda: self._tokenise_again(head, request))
+                return
             try:
                 self._begin(self._course_of(head, request, taken))
             except NoRoomError:
@@ -514,8 +524,20 @@ class Session:
             return
         self._wait_for(
             partial(rpc.texts.prepare, asked),
-            partial(self._tokenised, rpc, head, request, asked),
+            partial(self._tokenised, rpc, head, request, asked, rpc.texts.of(request.model)),
         )
+
+    def _tokenise_again(self, head: RequestHead, request: InferenceRequest) -> None:
+        """The model has another tokenizer than when the request began to wait."""
+        rpc = self.gateway.rpc
+        if rpc is None or self._answered or not self.alive:
+            return
+        try:
+            self._tokenise(rpc, head, request)
+        except GatewayError as error:
+            self.reject(error)
+        except Exception:  # noqa: BLE001 - as in _on_complete
+            self._broke()
 
     def _wait_for(self, ask: Callable[[Callable[[_T], None]], Callable[[], None]], step: Callable[[_T], None]) -> None:
         """Take ``step`` with what ``ask`` tells, at once or later, unless the client leaves before."""
@@ -553,14 +575,18 @@ class Session:
         head: RequestHead,
         request: InferenceRequest,
         asked: Asked,
+        tokenizer: Tokenizer | None,
         outcome: tuple[Prepared, ...] | GatewayError,
     ) -> None:
         if isinstance(outcome, GatewayError):
             self._otherwise(rpc, head, request, outcome)
             return
-        tokenizer = rpc.texts.of(request.model)
-        if tokenizer is None:
+        now = rpc.texts.of(request.model)
+        if now is None or tokenizer is None:
             raise GatewayError("tokenizer_not_found", "the model's tokenizer was taken away meanwhile")
+        if now is not tokenizer:  # what the prompts have become, means something else to it
+            self._tokenise(rpc, head, request)
+            return
         self._rpc = RpcRequest(rpc, request, asked, outcome, self.record, tokenizer)
         course = self._place(head, request)
         if course is not None:
@@ -568,7 +594,8 @@ class Session:
 
     def _otherwise(self, rpc: Rpc, head: RequestHead, request: InferenceRequest, error: GatewayError) -> None:
         """gRPC workers cannot be given the request, but others may serve the model, too: if not, that is the answer."""
-        if not self.gateway.placer.has_pair(request.model, rpc.workers, None):
+        others_may = error.fault.code in _UNTOLD and rpc.others_serve(request)  # even if they are not usable now
+        if not others_may and not self.gateway.placer.has_pair(request.model, rpc.workers, None):
             self.reject(error)  # not raised: see _answer
             return
         course = self._place(head, request)
@@ -589,7 +616,7 @@ class Session:
         room = lone_room(taken)
         excluded = self._excluded()
         if api.flow is Flow.PREFILL_ONLY:
-            workers = but(gateway.placer, request, gateway.placer.prefills(request, room=room), excluded)
+            workers = but(gateway, request, gateway.placer.prefills(request, room=room), excluded)
             return DirectCourse.alone(self, head, request, workers)
         lone = self._lone_of(request, room, excluded)
         if lone is not None:
@@ -606,7 +633,7 @@ class Session:
         except GatewayError as error:
             course = self._without_prefill(head, request, taken)
             if course is None:
-                raise served_over_grpc(gateway.placer, request, excluded) or error from None
+                raise served_over_grpc(gateway, request, excluded) or error from None
             return course
         if self._rpc is not None and pair.prefill.over_grpc:
             return rpc_course(self, head, request, pair, self._rpc)

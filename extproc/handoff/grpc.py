@@ -13,6 +13,7 @@ from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.engines.engine import Engine
 from extproc.generation.asked import Generation
+from extproc.handoff.grpc_answers import leg_name
 from extproc.handoff.handoff import Alone, Handed, Handoff, Plan
 from extproc.workers.worker import Role, Worker
 
@@ -62,8 +63,8 @@ class RpcHandoff(Protocol):
     def alone(self, generation: Generation, prefill: Worker) -> Alone | None:
         """Who answers ``generation`` alone; None for what two legs serve."""
 
-    def single(self, generation: Generation, worker: Worker) -> bytes:
-        """The body of a request that ``worker`` answers alone."""
+    def single(self, generation: Generation, worker: Worker) -> Plan:
+        """A request that ``worker`` answers alone: its one leg stands where a decode's would."""
 
     def plan(self, generation: Generation, prefill: Worker, decode: Worker | None) -> Plan:
         """Prepare both legs; ``decode`` is None for any worker that stands for no rank."""
@@ -145,9 +146,13 @@ class Sequences:
         found = [self._handoff.alone(generation, prefill) for generation in self._generations]
         return next((alone for alone in found if alone is None or alone.role is not Role.PREFILL), found[0])
 
-    def single(self, worker: Worker) -> bytes:
-        """The body of a request that ``worker`` answers alone."""
+    def single(self, worker: Worker) -> Plan:
+        """See RpcHandoff."""
         return self._handoff.single(self._generations[0], worker)
+
+    def unaided(self, decode: Worker) -> Plan:
+        """A plan for ``decode`` to do without a prefill: :meth:`handed` makes its leg, of an empty answer."""
+        return Plan(b"", b"", names=(leg_name(self._generations[0]),), rank=decode.dp_rank)
 
     def plan(
         self,

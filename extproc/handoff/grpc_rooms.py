@@ -66,9 +66,11 @@ class RoomHandoff:
         """See RpcHandoff. A worker that was started for one role serves nothing without the other."""
         return None
 
-    def single(self, generation: Generation, worker: Worker) -> bytes:
+    def single(self, generation: Generation, worker: Worker) -> Plan:
         """See RpcHandoff."""
-        return frame(self.engine.request(generation, None, Role.REGULAR, leg_name(generation), worker.dp_rank))
+        name = leg_name(generation)
+        message = self.engine.request(generation, None, Role.REGULAR, name, worker.dp_rank)
+        return Plan(b"", frame(message), names=(name,), rank=worker.dp_rank)
 
     def plan(self, generation: Generation, prefill: Worker, decode: Worker | None) -> Plan:
         """See RpcHandoff."""

@@ -50,9 +50,11 @@ class VllmRpcHandoff:
         """See RpcHandoff. The answer ends with the prefill where at most one token is asked for."""
         return _SCORES if generation.sampling.max_tokens in vllm.SCORING else None
 
-    def single(self, generation: Generation, worker: Worker) -> bytes:
+    def single(self, generation: Generation, worker: Worker) -> Plan:
         """See RpcHandoff."""
-        return frame(self.engine.request(generation, None, Role.REGULAR, leg_name(generation), worker.dp_rank))
+        name = leg_name(generation)
+        message = self.engine.request(generation, None, Role.REGULAR, name, worker.dp_rank)
+        return Plan(b"", frame(message), names=(name,), rank=worker.dp_rank)
 
     def hold(self, generation: Generation) -> float:
         """See RpcHandoff. A server may begin to answer before it has anything to say."""
@@ -88,8 +90,7 @@ class VllmRpcHandoff:
 
     def unaided(self, generation: Generation, plan: Plan) -> Handed:
         """The decode leg without a prefill: it computes all that is asked for."""
-        name = plan.names[0] if plan.names else leg_name(generation)
-        message = self.engine.request(generation, None, Role.REGULAR, name, plan.rank)
+        message = self.engine.request(generation, None, Role.REGULAR, plan.names[0], plan.rank)
         return Handed(frame(message), Kv.RECOMPUTED)
 
 

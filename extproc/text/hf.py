@@ -84,11 +84,13 @@ class HfTokenizer:
         self._pieces: Pieces | None = None
         self._kept: Pieces | None = None
         self._per_byte = False
+        self.is_byte_level = False
         if self._rust is not None:
             self._rust.no_truncation()  # which a tokenizer.json may ask for
             self._rust.no_padding()
             parts = decoder_parts(self._rust)
             self._per_byte = any(part["type"] == "ByteFallback" for part in parts)
+            self.is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
             if is_local(parts):
                 self._pieces, self._kept = Pieces(self._rust), Pieces(self._rust, self._special)
         self._styles: dict[str, Style] = {}

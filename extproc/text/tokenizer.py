@@ -42,6 +42,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def is_byte_level(self) -> bool:
+        """The vocabulary is of bytes (GPT-2's way), so that a token's bytes are known even if they are no text."""
+        ...
+
+    @property
     def context(self) -> int | None:
         """How many tokens prompt and answer may have together, as the model's files say; None: they do not."""
         ...

@@ -29,7 +29,7 @@ class Chat:
         self.rows = (
             None
             if asked.top_logprobs is None
-            else ChatRows(context.tokenizer, asked.top_logprobs, as_ids=asked.tokens_as_ids)
+            else ChatRows(context.tokenizer, asked.top_logprobs, context.halves, as_ids=asked.tokens_as_ids)
         )
         self._identity = b'"created":%d,"model":%b' % (context.created, string(context.model))
         self._start = b'data: {"id":%b,"object":"chat.completion.chunk",%b,"choices":[' % (
@@ -46,7 +46,7 @@ class Chat:
     def prompt(self, logprobs: PromptLogprobs) -> None:
         """See :class:`extproc.transcode.writer.Writer`."""
         context = self._context
-        vocabulary = Vocabulary(context.tokenizer)
+        vocabulary = Vocabulary(context.tokenizer, context.halves)
         rows = prompt_rows(context.tokenizer, logprobs)
         self._prompt_logprobs = prompt_logprobs(vocabulary, rows, context.asked.prompt_logprobs or 0)
 

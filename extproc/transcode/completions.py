@@ -30,7 +30,7 @@ class Completions:
         self.rows = (
             None
             if asked.top_logprobs is None
-            else CompletionRows(context.tokenizer, asked.top_logprobs, as_ids=asked.tokens_as_ids)
+            else CompletionRows(context.tokenizer, asked.top_logprobs, context.halves, as_ids=asked.tokens_as_ids)
         )
         self._start = b'{"id":%b,"object":"text_completion","created":%d,"model":%b,"choices":[' % (
             string(context.id),
@@ -51,7 +51,7 @@ class Completions:
         if asked.echo and self.rows is not None:
             self.rows.echo(context.tokenizer, self._echo, rows)
         if not asked.stream:
-            vocabulary = Vocabulary(context.tokenizer)
+            vocabulary = Vocabulary(context.tokenizer, context.halves)
             self._prompt_logprobs = prompt_logprobs(vocabulary, rows, asked.prompt_logprobs or 0)
 
     def chunk(self, output: Output, tally: Tally) -> bytes:

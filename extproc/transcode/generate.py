@@ -85,7 +85,7 @@ class Generate:
             self._begun_meta,
             _finish(output),
             counts.prompt,
-            self._logprobs(),
+            self._logprobs(output),
             counts.reasoning,
             counts.completion,
             counts.cached,
@@ -93,11 +93,13 @@ class Generate:
             self._times(output),
         )
 
-    def _logprobs(self) -> bytes:
+    def _logprobs(self, output: Output) -> bytes:
         rows, prompt = self.rows, self._prompt_rows
         if rows is None or prompt is None:
             return b""
-        tops = b'"input_top_logprobs":%b,"output_top_logprobs":%b,' % (prompt.tops, rows.tops) if rows.most else b""
+        tops = b""
+        if rows.most:
+            tops = b'"input_top_logprobs":%b,"output_top_logprobs":%b,' % (prompt.tops(), rows.tops(output.unwritten))
         return b'"input_token_logprobs":%b,"output_token_logprobs":%b,"output_token_logprobs_length":%d,%b' % (
             prompt.rows,
             rows.rows,

@@ -8,6 +8,9 @@ completions   the token itself, then the others, so that there are at most as ma
 ``/generate``  what the engine says
 ============  ======================================================================================================
 
+Of a token that is part of a character each engine's own server shows something else (``vocabulary.py``).
+Of two alternatives with the same text both keep the later one's value, in the place of the first.
+
 ``text_offset`` counts the characters of the text before the token, those that are held back too.
 
 Source: vllm 0.32 entrypoints/openai/chat_completion/serving.py (``_create_chat_logprobs``), completion/serving.py
@@ -16,16 +19,17 @@ Source: vllm 0.32 entrypoints/openai/chat_completion/serving.py (``_create_chat_
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
 import orjson
 
-from extproc.generation.events import PromptLogprobs
+from extproc.generation.events import PromptLogprobs, Top
 from extproc.text.tokenizer import Tokenizer
 from extproc.transcode.output import Row
-from extproc.transcode.vocabulary import Vocabulary
+from extproc.transcode.vocabulary import BEFORE, Halves, Shown, Vocabulary
 
 _LEAST: Final = -9999.0
 _NONE: Final = b"-9999.0"
@@ -37,28 +41,53 @@ def number(value: float | None) -> bytes:
     return orjson.dumps(value) if value is not None and value > _LEAST else _NONE
 
 
+class Sequel:
+    """How tokens are shown that follow each other, and what might have stood in their places.
+
+    Args:
+        vocabulary: theirs.
+    """
+
+    __slots__ = ("_before", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._before: deque[int] = deque(maxlen=BEFORE)
+
+    def __getitem__(self, token: int) -> Shown:
+        """How ``token`` is shown in the next place."""
+        shown = self._vocabulary[token]
+        return self._vocabulary.behind(list(self._before), token) if shown.partial else shown
+
+    def add(self, token: int) -> None:
+        """``token`` is in the next place."""
+        self._before.append(token)
+
+
 class ChatRows:
     """``choices[].logprobs`` of Chat Completions.
 
     Args:
         most: how many alternatives are listed.
+        halves: how parts of characters are shown.
     """
 
-    __slots__ = ("_most", "_rows", "_vocabulary")
+    __slots__ = ("_most", "_rows", "_sequel")
 
-    def __init__(self, tokenizer: Tokenizer, most: int, *, as_ids: bool = False) -> None:
-        self._vocabulary = Vocabulary(tokenizer, as_ids=as_ids)
+    def __init__(self, tokenizer: Tokenizer, most: int, halves: Halves, *, as_ids: bool = False) -> None:
+        self._sequel = Sequel(Vocabulary(tokenizer, halves, as_ids=as_ids))
         self._most = most
         self._rows: list[bytes] = []
 
-    def add(self, row: Row, piece: str) -> None:
+    def add(self, row: Row, piece: str) -> None:  # noqa: ARG002 - as other APIs' rows
         """See :class:`extproc.transcode.output.Rows`."""
-        vocabulary = self._vocabulary
-        shown = vocabulary.in_place(row.id, piece)
+        sequel = self._sequel
+        shown = sequel[row.id]
         tops = []
         for token, value in islice(zip(*row.top, strict=False), self._most):
-            other = shown if token == row.id else vocabulary[token]
+            other = shown if token == row.id else sequel[token]
             tops.append(b"%b%b%b}" % (other.before, number(value), other.after))
+        sequel.add(row.id)
         self._rows.append(
             b'%b%b%b,"top_logprobs":[%b]}' % (shown.before, number(row.value), shown.after, b",".join(tops))
         )
@@ -74,20 +103,24 @@ class CompletionRows:
 
     Args:
         most: how many alternatives are listed beside the token.
+        halves: how parts of characters are shown.
     """
 
-    __slots__ = ("_at", "_most", "_offsets", "_tokens", "_tops", "_values", "_vocabulary")
+    __slots__ = ("_at", "_most", "_offsets", "_sequel", "_tokens", "_tops", "_values", "_vocabulary")
 
-    def __init__(self, tokenizer: Tokenizer, most: int, *, as_ids: bool = False) -> None:
-        self._vocabulary = Vocabulary(tokenizer, as_ids=as_ids)
+    def __init__(self, tokenizer: Tokenizer, most: int, halves: Halves, *, as_ids: bool = False) -> None:
+        self._vocabulary = Vocabulary(tokenizer, halves, as_ids=as_ids)
+        self._sequel = Sequel(self._vocabulary)
         self._most = most
         self._at = 0  # characters of the text so far
         self._clear()
 
     def add(self, row: Row, piece: str) -> None:
         """See :class:`extproc.transcode.output.Rows`."""
-        token = self._vocabulary.in_place(row.id, piece).text
-        self._append(token, _LEAST if row.value is None else row.value, self._tops_of(row, token))
+        sequel = self._sequel
+        token = sequel[row.id].text
+        self._append(token, _LEAST if row.value is None else row.value, self._tops_of(row, token, sequel))
+        sequel.add(row.id)
         self._at += len(piece)
 
     def echo(self, tokenizer: Tokenizer, text: str, prompt: Iterable[tuple[Row, str]]) -> None:
@@ -95,12 +128,14 @@ class CompletionRows:
         own = self._offsets, self._values, self._tokens, self._tops
         length, self._at = self._at, 0
         self._clear()
+        sequel = Sequel(self._vocabulary)
         for row, piece in prompt:
-            token = self._vocabulary.in_place(row.id, piece).text
             if row.value is None:
-                self._append(token, None, _NULL)
+                self._append(self._vocabulary[row.id].text, None, _NULL)
             else:
-                self._append(token, row.value, self._tops_of(row, token))
+                token = sequel[row.id].text
+                self._append(token, row.value, self._tops_of(row, token, sequel))
+                sequel.add(row.id)
             self._at = _behind(tokenizer, row.id, piece, text, self._at)
         self._offsets += [len(text) + offset for offset in own[0]]
         self._values += own[1]
@@ -131,11 +166,11 @@ class CompletionRows:
         self._tokens.append(token)
         self._tops.append(tops)
 
-    def _tops_of(self, row: Row, token: bytes) -> bytes:
-        """Alternatives by their text. The first of two that look alike is the likelier one, and is kept."""
+    def _tops_of(self, row: Row, token: bytes, sequel: Sequel) -> bytes:
+        """Alternatives by their text."""
         tops = {token: number(row.value)}
         for other, its in _others(row, self._most):
-            tops.setdefault(self._vocabulary[other].text, number(its))
+            tops[sequel[other].text] = number(its)
         return b"{%b}" % b",".join([b"%b:%b" % item for item in tops.items()])
 
 
@@ -162,8 +197,7 @@ class NativeRows:
         comma = b"," if self.count else b""
         self._rows += comma + self._entry(row.id, row.value)
         if self.most:
-            entries = [self._entry(*one) for one in islice(zip(*row.top, strict=False), self.most)]
-            self._tops += comma + (b"[%b]" % b",".join(entries) if entries else _NULL)
+            self._tops += comma + self._alternatives(row.top)
         self.count += 1
 
     @property
@@ -171,10 +205,13 @@ class NativeRows:
         """``*_token_logprobs``."""
         return b"[" + self._rows + b"]"
 
-    @property
-    def tops(self) -> bytes:
-        """``*_top_logprobs``."""
-        return b"[" + self._tops + b"]"
+    def tops(self, unwritten: Top | None = None) -> bytes:
+        """``*_top_logprobs``, with those to a token that is none of the answer."""
+        return b"[" + (self._tops if unwritten is None else self._alternatives(unwritten)) + b"]"
+
+    def _alternatives(self, top: Top) -> bytes:
+        entries = [self._entry(*one) for one in islice(zip(*top, strict=False), self.most)]
+        return b"[%b]" % b",".join(entries) if entries else _NULL
 
     def _entry(self, token: int, value: float | None) -> bytes:
         text = self._vocabulary[token].text if self._texts else _NULL
@@ -195,7 +232,15 @@ def prompt_logprobs(vocabulary: Vocabulary, prompt: Iterable[tuple[Row, str]], m
     gRPC does not tell ranks. They are what the order of a row tells: that of its last entry is known only if it is not
     the prompt's token.
     """
-    return b"[%b]" % b",".join([_position(vocabulary, row, piece, most) for row, piece in prompt])
+    sequel = Sequel(vocabulary)
+    positions = []
+    for row, _ in prompt:
+        if row.value is None:
+            positions.append(_NULL)
+        else:
+            positions.append(_position(sequel, row, row.value, most))
+            sequel.add(row.id)
+    return b"[%b]" % b",".join(positions)
 
 
 def _behind(tokenizer: Tokenizer, token: int, piece: str, text: str, at: int) -> int:
@@ -208,16 +253,14 @@ def _behind(tokenizer: Tokenizer, token: int, piece: str, text: str, at: int) ->
     return min(at + len(tokenizer.decode((token,))), len(text))  # of a special token that is nothing
 
 
-def _position(vocabulary: Vocabulary, row: Row, piece: str, most: int) -> bytes:
-    if row.value is None:
-        return _NULL
+def _position(sequel: Sequel, row: Row, own: float, most: int) -> bytes:
     likelier, known = 0, False
     for token, value in zip(*row.top, strict=False):
-        likelier += token != row.id and value > row.value
-        known |= token != row.id and value <= row.value
-    entries = [_entry(row.id, row.value, likelier + 1 if known else None, vocabulary.in_place(row.id, piece).text)]
+        likelier += token != row.id and value > own
+        known |= token != row.id and value <= own
+    entries = [_entry(row.id, own, likelier + 1 if known else None, sequel[row.id].text)]
     for rank, (token, value) in enumerate(_others(row, most), 1):
-        entries.append(_entry(token, value, rank + (rank > likelier), vocabulary[token].text))
+        entries.append(_entry(token, value, rank + (rank > likelier), sequel[token].text))
     return b"{%b}" % b",".join(entries)
 
 

@@ -52,6 +52,7 @@ class Output:
         rows: takes the log probabilities; None where none are asked for.
         vocabulary: how many tokens the model has, where that is known: often more than the tokenizer, and these have no
             text.
+        keeps_half: a character that stays half at the end is U+FFFD, else nothing, as vLLM has it.
 
     Attributes:
         count: how many tokens there are, as usage counts them.
@@ -59,11 +60,12 @@ class Output:
         matched: the stop string that was found, or else what the engine says that ended it; vLLM does not name an EOS.
         end: the token that ended it and has no text, EOS or not; None where there was none, or it was left out.
         stopped: a stop string was found here: whatever the engine still says of the sequence does not count.
+        unwritten: where no tokens are asked for, the alternatives to the one that the engine has made all the same.
     """
 
     __slots__ = (
-        "_detokenizer", "_empty", "_ends", "_fresh", "_held", "_ids", "_limit", "_min_tokens", "_parts", "_plain",
-        "_rows", "_stops", "_trims", "count", "end", "finish", "matched", "stopped",
+        "_detokenizer", "_empty", "_ends", "_fresh", "_held", "_ids", "_keeps_half", "_limit", "_min_tokens", "_parts",
+        "_plain", "_rows", "_stops", "_trims", "count", "end", "finish", "matched", "stopped", "unwritten",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +75,10 @@ class Output:
         prompt_ids: Sequence[int],
         rows: Rows | None = None,
         vocabulary: int = 0,
+        *,
+        keeps_half: bool = True,
     ) -> None:
+        self._keeps_half = keeps_half
         self._detokenizer = tokenizer.detokenizer(
             prompt_ids,
             skip_special=sampling.skip_special_tokens,
@@ -96,6 +101,7 @@ class Output:
         self.matched: int | str | None = None
         self.end: int | None = None
         self.stopped = False
+        self.unwritten: Top | None = None
 
     @property
     def grown(self) -> bool:
@@ -110,7 +116,10 @@ class Output:
         """
         if self._held is not None:
             self._release()
-        if not ids or self._empty or self.stopped:
+        if self._empty:
+            self.unwritten = logprobs.tops[0] if logprobs is not None and logprobs.tops else None
+            return
+        if not ids or self.stopped:
             return
         for one in ids:
             if not 0 <= one < self._limit:
@@ -225,7 +234,7 @@ class Output:
         if self._fresh:
             self._parts.append(self._detokenizer.add(self._fresh))
             self._fresh = []
-        if rest := self._detokenizer.end():
+        if self._keeps_half and (rest := self._detokenizer.end()):
             self._pass(rest)
         if self._stops is not None and (rest := self._stops.end()):
             self._parts.append(rest)

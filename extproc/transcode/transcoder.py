@@ -31,6 +31,7 @@ from extproc.transcode.frames import Frames, bad_reply
 from extproc.transcode.generate import Generate
 from extproc.transcode.output import Output
 from extproc.transcode.usage import Tally
+from extproc.transcode.vocabulary import Halves
 from extproc.transcode.writer import Context, Writer
 
 _OK: Final = 0
@@ -87,7 +88,14 @@ class Transcoder:
         self._event_of = engine.event
         self._frames = Frames()
         self._writer = _writer(context, now)
-        self._output = Output(sampling, tokenizer, prepared.ids, self._writer.rows, vocabulary)
+        self._output = Output(
+            sampling,
+            tokenizer,
+            prepared.ids,
+            self._writer.rows,
+            vocabulary,
+            keeps_half=context.halves is not Halves.JOINED,
+        )
         self._tally = Tally(self._prompt_tokens)
         self._waits = _needs_prompt_logprobs(asked)
         self._own_prompt: PromptLogprobs | None = None  # what the decode says of it

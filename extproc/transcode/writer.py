@@ -8,16 +8,23 @@ from typing import Final, Protocol
 
 import orjson
 
+from extproc.apis.table import CHAT, COMPLETIONS
 from extproc.generation.asked import Asked
 from extproc.generation.events import PromptLogprobs
 from extproc.generation.sampling import Sampling
 from extproc.text.tokenizer import Prepared, Tokenizer
 from extproc.transcode.output import Output, Rows
 from extproc.transcode.usage import Tally
+from extproc.transcode.vocabulary import Halves
 
 DONE: Final = b"data: [DONE]\n\n"
 NULL: Final = b"null"
 VLLM: Final = "vllm"
+_HALVES: Final = {
+    (VLLM, CHAT): Halves.JOINED,
+    (VLLM, COMPLETIONS): Halves.JOINED,
+    ("sglang", COMPLETIONS): Halves.BYTES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,11 @@ class Context:
     model: str
     created: int
     index: int
+
+    @property
+    def halves(self) -> Halves:
+        """What becomes of a token that is part of a character: as with the engine's own server."""
+        return _HALVES.get((self.runtime, self.asked.api), Halves.REPLACED)
 
 
 class Writer(Protocol):

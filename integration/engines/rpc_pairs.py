@@ -19,6 +19,8 @@ _SERVICES: dict[str, tuple[str, Any]] = {
     "vllm": ("vllm.grpc.engine.VllmEngine", vllm_engine_pb2),
 }
 _TRANSFERS = re.compile(r"Num successful transfers=(\d+)")
+_FIGURES = re.compile(r"Avg prompt throughput: ([\d.]+) .*Avg generation throughput: ([\d.]+) ")
+_IDLE = ("0.0", "0.0")
 _numbers = itertools.count()
 
 
@@ -77,9 +79,25 @@ async def seconds_until(server: RpcServer, engine: str, *, busy: bool, patience:
     return time.monotonic() - started
 
 
-def transfers(server: RpcServer) -> int:
-    """How many KV caches a vLLM decode says in its log that it has fetched; it says so every ten seconds."""
-    return sum(int(count) for count in _TRANSFERS.findall(server.log.read_text(errors="replace")))
+async def said_of_transfers(pair: RpcPair, behind: int | None = None, patience: float = 40) -> tuple[int, int]:
+    """How many KV caches were handed over, as a vLLM pair's log says once it has said all of them, and its length.
+
+    NIXL's connector counts where caches are fetched, Mooncake's, which pushes them, where they come from. vLLM writes
+    that every ten seconds as long as there is work, and then once more, with figures of 0.
+
+    Args:
+        behind: what comes behind so many characters of the log counts, and must come; None: all of it.
+        patience: seconds.
+    """
+    server = pair.decode if pair.kind == "nixl" else pair.prefill
+    deadline = time.monotonic() + patience
+    while True:
+        log = server.log.read_text(errors="replace")
+        figures = _FIGURES.findall(log, behind or 0)
+        if (figures and figures[-1] == _IDLE) or (behind is None and not figures):
+            return sum(int(count) for count in _TRANSFERS.findall(log, behind or 0)), len(log)
+        assert time.monotonic() < deadline, f"{server.name} does not say that it is idle"
+        await asyncio.sleep(0.2)
 
 
 def _serialized(message: Any) -> bytes:
