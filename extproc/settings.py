@@ -20,13 +20,13 @@ from extproc.control.keys import API_KEY_ID, of_api_key
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
 from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
+from extproc.mesh_settings import MeshSettings
 from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.options import Group, Option, from_settings_before
 from extproc.policies.cache_options import CacheIndex
 from extproc.policies.names import PolicyName
 from extproc.tenant_classes import TenantClasses
-from extproc.text_settings import TextSettings
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import (
     EVENTS_AUTO,
@@ -35,6 +35,7 @@ from extproc.values import (
     Connector,
     ControlKeys,
     Count,
+    Destination,
     Duration,
     EngineIds,
     EventEndpoint,
@@ -46,9 +47,9 @@ from extproc.values import (
     HeaderNames,
     IpAddress,
     Key,
+    LegsMode,
     Limit,
     LimitOrNone,
-    Mode,
     MooncakeDispatch,
     Port,
     Portion,
@@ -63,11 +64,12 @@ from extproc.workers.pairing import PairingMode
 
 __all__ = [
     "CacheIndex",
+    "Destination",
     "Group",
     "GrpcTransport",
     "KvMissing",
+    "LegsMode",
     "LogLevel",
-    "Mode",
     "MooncakeDispatch",
     "OnPrefillFailure",
     "Option",
@@ -112,7 +114,7 @@ def _beside_extproc(name: str, offset: int) -> Any:
     return from_settings_before(default)
 
 
-class Settings(TextSettings):
+class Settings(MeshSettings):
     """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
 
     # fmt: off
@@ -357,6 +359,12 @@ class Settings(TextSettings):
         return self
 
     @model_validator(mode="after")
+    def _sidecars_choose_no_rank(self) -> Settings:
+        if self.mode is LegsMode.SELECT_ONLY and self.dp_aware:
+            raise ValueError("--mode select-only chooses servers; --dp-aware is for legs that the gateway sends itself")
+        return self
+
+    @model_validator(mode="after")
     def _queues_end(self) -> Settings:
         """The peer's rules, in its words."""
         if self.queue_size and not self.queue_timeout_secs:
@@ -413,8 +421,3 @@ class Settings(TextSettings):
                 flags = " and ".join(flag for flag, value in own.items() if value == port)
                 raise ValueError(f"{flags} cannot both be {port}")
         return self
-
-    @property
-    def mode(self) -> Mode:
-        """The gateway's mode."""
-        return Mode.PREFILL_DECODE if self.pd_disaggregation else Mode.REGULAR

@@ -34,6 +34,7 @@ BELOW = {
         "workers",
         "transport",
     },
+    "upstream": {"errors", "names", "workers", "transport"},
     "dataplane": {"errors", "names", "workers", "transport"},
     "control": {"errors", "names", "text", "workers", "transport"},
     "mock": {"logs"},
