@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.config import DEBIAN_CA_FILE, DataplaneConfig
 from extproc.flags import add_arguments, read_settings
+from extproc.values import EGRESS_ENVOY, Destination
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +25,7 @@ def dataplane_config(settings: Settings) -> DataplaneConfig:
         extproc=_reachable(settings.extproc_address),
         ads=_reachable(settings.ads_address),
         control=_reachable(settings.control_address),
-        egress=settings.egress_address,
+        egress=settings.egress_address if settings.egress == EGRESS_ENVOY else None,
         client_host=settings.host,
         client_port=settings.port,
         admin_port=settings.envoy_admin_port,
@@ -33,6 +34,7 @@ def dataplane_config(settings: Settings) -> DataplaneConfig:
         concurrency=settings.envoy_concurrency,
         ca_file=DEBIAN_CA_FILE if settings.worker_ca_file is None else str(settings.worker_ca_file),
         late_answers=settings.retry_released,
+        destination_header=settings.destination is not Destination.METADATA,
         access_log=settings.access_log,
     )
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from extproc import logs
 from extproc.flags import add_arguments, read_settings
-from extproc.settings import Mode
 from extproc.sources import SettingsError
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ __all__ = ["add_arguments", "run"]
 def run(namespace: argparse.Namespace) -> int:
     """Serve; the exit code is the service's. Raises SettingsError."""
     settings = read_settings(namespace)
-    if settings.mode is not Mode.PREFILL_DECODE:
+    if not settings.pd_disaggregation:
         raise SettingsError(["only prefill/decode mode is available yet: add --pd-disaggregation"])
     logs.configure(settings.log_level, as_json=settings.log_json)
 

@@ -9,6 +9,10 @@ from typing import Final
 DESTINATION: Final = "x-gateway-destination-endpoint"
 METADATA_NAMESPACE: Final = "envoy.lb"
 
+# Which prefill worker the routing sidecar of llm-d beside a decode worker is to use, as "ip:port"; its name until 2026
+# and since. Only with --mode select-only.
+PREFILLER: Final = (b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port")
+
 # Dynamic metadata that marks an answer of whose progress the service wants to hear; the value names it.
 PROGRESS_NAMESPACE: Final = "pd_extproc"
 WATCHED: Final = "watched"

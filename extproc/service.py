@@ -33,6 +33,7 @@ from extproc.dataplane.hosts import HostWatch
 from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoyStartError
 from extproc.discovery.discovery import Discovery
 from extproc.discovery.errors import DiscoveryError
+from extproc.egress import egress_of
 from extproc.envoy_config import dataplane_config
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
@@ -50,17 +51,17 @@ from extproc.policies.event_prefixes import EventPrefixes
 from extproc.policies.placement import Placer
 from extproc.policies.table import policy_of
 from extproc.policies.tuning import Tuning
-from extproc.settings import GrpcTransport, MooncakeDispatch, Settings
+from extproc.settings import Destination, GrpcTransport, LegsMode, MooncakeDispatch, Settings
 from extproc.texts import TextParts
 from extproc.transport.access_logs import AccessLogs
-from extproc.transport.egress import EgressClient
 from extproc.transport.grpcio_server import GrpcioProcessServer
 from extproc.transport.interface import Call, ProcessServer
 from extproc.transport.ngh2_server import Ngh2ProcessServer
 from extproc.trying import try_pair
-from extproc.values import EVENTS_AUTO, EVENTS_OFF
+from extproc.values import EGRESS_ENVOY, EVENTS_AUTO, EVENTS_OFF
 from extproc.workers.breaker import BreakerSettings
 from extproc.workers.client import WorkerClient
+from extproc.workers.endpoints import Snapshot
 from extproc.workers.envoy_load import EnvoyLoadMonitor
 from extproc.workers.health import Monitor
 from extproc.workers.health_state import HealthSettings
@@ -80,7 +81,6 @@ _LIVENESS_SERVICES: Final = ("", "liveness", "envoy.service.ext_proc.v3.External
 _GONE: Final = (Status.NOT_READY, Status.FAILED)
 _TICK_SECONDS: Final = 1.0
 _LAST_WORDS_SECONDS: Final = 2.0  # for what is cut to hear of it, and for Envoy to pass it on
-_MOST_EGRESS_CONNECTIONS: Final = 4
 
 
 class LoopClock:
@@ -110,7 +110,7 @@ class Service:
         self._client = WorkerClient(tls)
         self._ads = AdsServer(settings.ads_address)
         self.registry = Registry(
-            self._ads.publish,
+            self._publish,
             drain_limit=settings.worker_drain_timeout_secs,
             pairing=settings.pd_pairing_mode,
             breaker=_breaker(settings),
@@ -140,11 +140,7 @@ class Service:
             DiscoveryMetrics(self._discovery.state, metrics)
         request_metrics = RequestMetrics(metrics)
         self._metrics = MetricsServer(metrics, settings.prometheus_host, settings.prometheus_port)
-        # Envoy serves a connection by one of its threads: with one connection all legs would be that thread's.
-        self._egress = EgressClient(
-            settings.egress_address.removeprefix("unix:"),
-            connections=min(settings.envoy_concurrency, _MOST_EGRESS_CONNECTIONS),
-        )
+        self._egress = egress_of(settings)
         # What workers hold by their KV events; a policy's exact index (policies.cache_aware.CachedPrefixes).
         self.prefixes = _event_prefixes(settings, self._cache_emptied)
         self.gateway = Gateway(
@@ -173,7 +169,8 @@ class Service:
         methods = self._access_logs.methods
         if self._settings.grpc_transport is not GrpcTransport.NGH2:
             return GrpcioProcessServer(others=methods)  # which speaks gRPC only: nothing can be fetched from it
-        self.gateway.fetches = True
+        # An Envoy of somebody else has no way to fetch them.
+        self.gateway.fetches = self._settings.egress == EGRESS_ENVOY
         return Ngh2ProcessServer(others=methods, answers=self.gateway.fetch)
 
     def _placer(self) -> Placer:
@@ -220,7 +217,8 @@ class Service:
         egress = Path(settings.egress_address.removeprefix("unix:"))
         if self._discovery is not None:
             await self._discovery.prepare()
-        stack.enter_context(run_dir.held(settings.run_dir, foreign=egress if settings.no_envoy else None))
+        foreign = egress if settings.no_envoy and settings.egress == EGRESS_ENVOY else None
+        stack.enter_context(run_dir.held(settings.run_dir, foreign=foreign))
         stack.push_async_callback(self._client.close)
         stack.push_async_callback(self.text.stop)
         stack.push_async_callback(self.registry.close)
@@ -267,6 +265,11 @@ class Service:
         warn_of_openness(settings)
         host, port = self.client_address
         _log.info("serving", extra={"address": f"{host}:{port}", "sidecar": settings.extproc_address})
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        """Tell of the workers whoever connects to them: ourselves first, since requests follow Envoy's word."""
+        self._egress.publish(snapshot)
+        await self._ads.publish(snapshot)
 
     def _event_feed(self, prefixes: EventPrefixes, metrics: Metrics) -> KvEventFeed:
         """What follows workers' KV events. ZeroMQ is loaded for that only."""
@@ -523,13 +526,17 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         response_headers=settings.response_headers,
         trust_client=settings.trust_client_control_fields,
         retry=_retry_policy(settings),
-        retry_released=settings.retry_released,
+        retry_released=settings.retry_released and settings.mode is LegsMode.GATEWAY,
         kv_missing=settings.kv_missing,
         min_prompt_tokens=settings.pd_min_prompt_tokens,
         min_uncached_tokens=settings.pd_min_uncached_tokens,
         gate=gate_settings(settings),
         legs=leg_settings(settings),
         tenants=tenants(settings),
+        destination_header=settings.destination is not Destination.METADATA,
+        destination_metadata=settings.destination is not Destination.HEADER,
+        destination_hosts=settings.destination_hosts,
+        select_only=settings.mode is LegsMode.SELECT_ONLY,
         model_aliases=dict(settings.model_alias),
     )
 

@@ -17,10 +17,11 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from extproc.control.keys import API_KEY_ID, of_api_key
-from extproc.discovery_settings import DiscoveryProvider, DiscoverySettings
+from extproc.discovery_settings import DiscoveryProvider
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure
 from extproc.given_workers import DecodeWorkers, PrefillWorkers
 from extproc.logs import LogLevel
+from extproc.mesh_settings import MeshSettings
 from extproc.model_aliases import ModelAliases
 from extproc.names import REQUEST_ID_HEADERS
 from extproc.options import Group, Option, from_settings_before
@@ -35,6 +36,7 @@ from extproc.values import (
     Connector,
     ControlKeys,
     Count,
+    Destination,
     Duration,
     EngineIds,
     EventEndpoint,
@@ -46,9 +48,9 @@ from extproc.values import (
     HeaderNames,
     IpAddress,
     Key,
+    LegsMode,
     Limit,
     LimitOrNone,
-    Mode,
     MooncakeDispatch,
     Port,
     Portion,
@@ -63,12 +65,13 @@ from extproc.workers.pairing import PairingMode
 
 __all__ = [
     "CacheIndex",
+    "Destination",
     "DiscoveryProvider",
     "Group",
     "GrpcTransport",
     "KvMissing",
+    "LegsMode",
     "LogLevel",
-    "Mode",
     "MooncakeDispatch",
     "OnPrefillFailure",
     "Option",
@@ -113,7 +116,7 @@ def _beside_extproc(name: str, offset: int) -> Any:
     return from_settings_before(default)
 
 
-class Settings(DiscoverySettings):
+class Settings(MeshSettings):
     """What the operator decided. Durations are seconds; addresses are ``unix:/path`` or ``host:port``."""
 
     # fmt: off
@@ -371,6 +374,12 @@ class Settings(DiscoverySettings):
         return self
 
     @model_validator(mode="after")
+    def _sidecars_choose_no_rank(self) -> Settings:
+        if self.mode is LegsMode.SELECT_ONLY and self.dp_aware:
+            raise ValueError("--mode select-only chooses servers; --dp-aware is for legs that the gateway sends itself")
+        return self
+
+    @model_validator(mode="after")
     def _queues_end(self) -> Settings:
         """The peer's rules, in its words."""
         if self.queue_size and not self.queue_timeout_secs:
@@ -427,8 +436,3 @@ class Settings(DiscoverySettings):
                 flags = " and ".join(flag for flag, value in own.items() if value == port)
                 raise ValueError(f"{flags} cannot both be {port}")
         return self
-
-    @property
-    def mode(self) -> Mode:
-        """The gateway's mode."""
-        return Mode.PREFILL_DECODE if self.pd_disaggregation else Mode.REGULAR

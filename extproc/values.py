@@ -23,14 +23,23 @@ from extproc.workers.kv_event_source import Endpoint
 from extproc.workers.worker import Role
 
 EVENTS_OFF, EVENTS_AUTO = "off", "auto"  # of --kv-event-source
+EGRESS_ENVOY, EGRESS_DIRECT = "envoy", "direct"  # of --egress
 _UNIX_PATH_BYTES = 107  # sun_path without its terminating zero
 
 
-class Mode(Enum):
-    """What the gateway does with a fleet."""
+class LegsMode(Enum):
+    """Who sends the legs of a request: the gateway, or the routing sidecars of llm-d, which it tells the workers."""
 
-    REGULAR = "regular"
-    PREFILL_DECODE = "prefill_decode"
+    GATEWAY = "gateway"
+    SELECT_ONLY = "select-only"
+
+
+class Destination(Enum):
+    """How Envoy is told where a released request goes; see extproc.names.DESTINATION."""
+
+    METADATA = "metadata"
+    HEADER = "header"
+    BOTH = "both"
 
 
 class PriorityName(Enum):
@@ -122,6 +131,15 @@ def _unix_address(text: str) -> str:
     if not text.startswith("unix:"):
         raise ValueError("Must be unix:/path")
     return _address(text)
+
+
+def _egress(text: str) -> str:
+    if text in (EGRESS_ENVOY, EGRESS_DIRECT):
+        return text
+    scheme, separator, address = text.partition("://")
+    if scheme != "http" or not separator:
+        raise ValueError("Must be envoy, direct or http://HOST:PORT")
+    return f"http://{_tcp_address(address.removesuffix('/'))}"
 
 
 def _path_of_url(path: str) -> str:
@@ -261,6 +279,7 @@ IpAddress = Annotated[str, AfterValidator(_ip_address)]
 AddressText = Annotated[str, AfterValidator(_address)]
 TcpAddressText = Annotated[str, AfterValidator(_tcp_address)]
 UnixAddressText = Annotated[str, AfterValidator(_unix_address)]
+EgressText = Annotated[str, AfterValidator(_egress)]
 UrlPath = Annotated[str, AfterValidator(_path_of_url)]
 EncodePolicy = Annotated[PolicyName, AfterValidator(_encode_policy)]
 HeaderNames = Annotated[tuple[Annotated[str, AfterValidator(_header_name)], ...], BeforeValidator(_header_names)]

@@ -34,6 +34,7 @@ BELOW = {
         "workers",
         "transport",
     },
+    "upstream": {"errors", "names", "workers", "transport"},
     "dataplane": {"errors", "names", "workers", "transport"},
     "discovery": {"errors", "workers"},
     "control": {"errors", "names", "discovery", "text", "workers", "transport"},

@@ -59,6 +59,7 @@ from extproc.text.bundle import LARGEST_ARCHIVE, LARGEST_CONTENT, MOST_FILES
 from extproc.text.service import INLINE_CHARACTERS, RETRY_AFTER
 from extproc.text.threads import MOST_WAITING
 from extproc.text_settings import TextSettings
+from extproc.upstream import host
 from extproc.workers import kv_event_stream, load_poll, publication
 from extproc.workers.health_state import Pace
 from extproc.workers.kv_config import KvConfig, kv_config
@@ -139,6 +140,10 @@ def test_times_and_limits_are_the_codes():
     assert f"abort request to a worker, and the like {ABORT_SECONDS:g} s" in timeouts
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts
+    assert (config.connect_timeout, config.upstream_idle_timeout) == (host.CONNECT_SECONDS, host.IDLE_SECONDS)
+    assert f"`--egress http://HOST:PORT` {host.CONNECT_SECONDS:g} s" in timeouts
+    limits = "\n".join(" ".join(row) for row in rows("Limits"))
+    assert f"`--egress direct`) {host.MOST_CONNECTIONS}, of which {host.MOST_IDLE} may be idle" in limits
     assert f"call of a late answer {SECOND_CALL_SECONDS:g} s" in timeouts
     assert f"when the decode of its answer is done {PREFILL_WORD_SECONDS:g} s" in timeouts
     assert f"decode whose prefill failed {UNPIN_SECONDS:g} s" in timeouts

@@ -25,7 +25,6 @@ from extproc.policies.tuning import Tuning
 from extproc.policy_settings import PolicySettings
 from extproc.settings import Settings
 from extproc.sources import SettingsError
-from extproc.values import Mode
 from extproc.workers.worker import Role
 
 ROOT = Path(__file__).parents[1]
@@ -207,7 +206,7 @@ def shown(value: Any) -> str:
 
 def test_what_its_user_document_launches_with_policies() -> None:
     settings = launch(SEVERAL)
-    assert settings.mode is Mode.PREFILL_DECODE
+    assert settings.pd_disaggregation
     made: list[Callable[[], Any]] = [
         lambda: policy_of(settings.prefill_policy, Tuning.of(settings), lambda: 0.0, Role.PREFILL),
         lambda: policy_of(settings.decode_policy, Tuning.of(settings), lambda: 0.0, Role.DECODE),

@@ -24,9 +24,10 @@ from extproc.policies.names import AssignmentMode, LoadMetric
 from extproc.policies.tuning import Tuning
 from extproc.settings import (
     CacheIndex,
+    Destination,
     GrpcTransport,
     KvMissing,
-    Mode,
+    LegsMode,
     MooncakeDispatch,
     OnPrefillFailure,
     PairingMode,
@@ -62,7 +63,7 @@ def yaml_file(tmp_path: Path) -> Path:
 
 def test_the_defaults_are_the_peers() -> None:
     settings = load()
-    assert settings.mode is Mode.REGULAR
+    assert settings.pd_disaggregation is False
     assert (settings.host, settings.port) == ("0.0.0.0", 30000)
     assert settings.max_payload_size == 512 * 1024 * 1024
     assert (settings.request_timeout_secs, settings.sse_keepalive_secs) == (1800, 15)
@@ -279,6 +280,10 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "drain_settle_secs": ("0", "0", 0),
     "shutdown_grace_period_secs": ("0", "0", 0),
     "no_envoy": ("true", "true", True),
+    "mode": ("select-only", "select-only", LegsMode.SELECT_ONLY),
+    "egress": ("http://localhost:15001/", "'http://localhost:15001'", "http://localhost:15001"),
+    "destination": ("header", "header", Destination.HEADER),
+    "destination_hosts": ("1", "1", 1),
     "envoy_path": ("/opt/envoy", "/opt/envoy", Path("/opt/envoy")),
     "envoy_admin_port": ("81", "81", 81),
     "envoy_concurrency": ("7", "7", 7),
@@ -530,7 +535,7 @@ def test_the_other_names_of_a_field(yaml_file: Path, alias: str) -> None:
 
 def test_empty_worker_lists_are_allowed() -> None:
     settings = load({"pd_disaggregation": True})
-    assert settings.mode is Mode.PREFILL_DECODE
+    assert settings.pd_disaggregation is True
     assert settings.prefill == settings.decode == ()
 
 

@@ -47,7 +47,7 @@ def bootstrap(config: DataplaneConfig) -> Bootstrap:
         overload_manager=_overload_manager(),
         dynamic_resources=BootstrapDynamicResources(ads_config=_ads()),
         static_resources=BootstrapStaticResources(
-            listeners=[client_listener(config), egress_listener(config)],
+            listeners=[client_listener(config), *([egress_listener(config, config.egress)] if config.egress else [])],
             clusters=clusters(config),
         ),
     )

@@ -17,7 +17,8 @@ class DataplaneConfig:
     extproc: str  # ext_proc gRPC service
     ads: str  # ADS gRPC service
     control: str  # control API, HTTP/1.1
-    egress: str  # where Envoy listens for legs from the ext_proc service; a unix socket, so that only it can send
+    # Where Envoy listens for legs from the ext_proc service, a unix socket, so that only it can send; None: nowhere.
+    egress: str | None
     client_host: str = "0.0.0.0"  # noqa: S104  # a gateway serves the network unless told otherwise, like the peer
     client_port: int = 30000  # 0: any free port, see EnvoyProcess.client_address
     admin_port: int = 9901  # on 127.0.0.1 only; 0: any free port
@@ -32,6 +33,7 @@ class DataplaneConfig:
     max_failovers: int = 8  # further workers of the ordered destination list that are tried when one is unreachable
     ca_file: str | None = DEBIAN_CA_FILE  # trusted for https:// workers; None: no https:// worker is ever trusted
     late_answers: bool = True  # the service may answer a request after it was released to a worker
+    destination_header: bool = False  # the service names a released request's worker by a header
     access_log: bool = False  # one JSON line per client request on Envoy's stdout
 
     @property

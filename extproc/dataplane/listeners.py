@@ -85,6 +85,8 @@ def client_listener(config: DataplaneConfig) -> Listener:
         http_filters=[
             *([late_filter(config)] if config.late_answers else []),
             ext_proc_filter(config),
+            # A route that removes the header does so before the cluster looks for it.
+            *([_destination_filter()] if config.destination_header else []),
             _router(),
         ],
         stream_idle_timeout=seconds(config.idle_timeout),
@@ -102,7 +104,7 @@ def client_listener(config: DataplaneConfig) -> Listener:
     return listener
 
 
-def egress_listener(config: DataplaneConfig) -> Listener:
+def egress_listener(config: DataplaneConfig, address: str) -> Listener:
     """The socket the service sends its legs to: HTTP/2 with as many streams and as much window as it likes."""
     manager = HttpConnectionManager(
         stat_prefix=EGRESS_LISTENER,
@@ -112,14 +114,12 @@ def egress_listener(config: DataplaneConfig) -> Listener:
         max_request_headers_kb=1024,
         common_http_protocol_options=HttpProtocolOptions(max_headers_count=1000, idle_timeout=seconds(0)),
         route_config=egress_routes(config),
-        http_filters=[http_filter("header_to_metadata", _destination_to_metadata()), _router()],
+        http_filters=[_destination_filter(), _router()],
         stream_idle_timeout=seconds(config.idle_timeout),
         local_reply_config=egress_replies(),
     )
     _leave_alone(manager)
-    listener = _listener(
-        EGRESS_LISTENER, envoy_address(parse_address(config.egress), mode=_EGRESS_SOCKET_MODE), manager
-    )
+    listener = _listener(EGRESS_LISTENER, envoy_address(parse_address(address), mode=_EGRESS_SOCKET_MODE), manager)
     # While the gateway drains, requests under way still need their legs: this listener stays as it is until the end.
     listener.traffic_direction = TrafficDirection.OUTBOUND
     listener.drain_type = ListenerDrainType.MODIFY_ONLY
@@ -147,16 +147,14 @@ def _leave_alone(manager: HttpConnectionManager) -> None:
     manager.path_with_escaped_slashes_action = HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED
 
 
-def _destination_to_metadata() -> HeaderToMetadata:
-    return HeaderToMetadata(
-        request_rules=[
-            ConfigRule(
-                header=DESTINATION,
-                on_header_present=ConfigKeyValuePair(metadata_namespace=METADATA_NAMESPACE, key=DESTINATION),
-                remove=True,
-            )
-        ]
+def _destination_filter() -> HttpFilter:
+    """Make metadata of the header, which no worker gets to see then."""
+    rule = ConfigRule(
+        header=DESTINATION,
+        on_header_present=ConfigKeyValuePair(metadata_namespace=METADATA_NAMESPACE, key=DESTINATION),
+        remove=True,
     )
+    return http_filter("header_to_metadata", HeaderToMetadata(request_rules=[rule]))
 
 
 def _strip_control_headers() -> TypedExtensionConfig:

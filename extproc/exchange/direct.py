@@ -329,6 +329,8 @@ class DirectCourse:
         if self._handoff is not None and self._handoff.in_turn:  # the prefill may have taken long
             self._upstreams = still_sought(self._upstreams)
             self._decode = self._upstreams[0]
+        if len(self._upstreams) > session.gateway.config.destination_hosts:
+            self._upstreams = self._upstreams[: session.gateway.config.destination_hosts]
         decode = self._decode
         if session.promise:
             session.use_room(decode)

@@ -53,6 +53,10 @@ class GatewayConfig:
     legs: LegSettings = field(default_factory=LegSettings)
     tenants: Tenants = field(default_factory=Tenants)
     keep_alive: float = 15.0  # seconds of a stream's silence until it gets a comment, over gRPC; 0: none
+    destination_header: bool = False  # tell Envoy of a released request's worker by a header ...
+    destination_metadata: bool = True  # ... and by metadata
+    destination_hosts: int = 4  # how many workers it may be told of
+    select_only: bool = False  # legs are for llm-d's sidecars to send
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 

@@ -27,14 +27,19 @@ _CONNECTION: Final = frozenset(
 )
 # The former, and what each leg that we send sets itself.
 _NOT_FORWARDED: Final = _CONNECTION | {"host", "content-length", "content-type", "accept-encoding", "x-request-id"}
-# Ours, Envoy's, and SGLang's per-header overrides of control fields (srt/entrypoints/request_headers.py).
+# Ours, Envoy's, SGLang's per-header overrides of control fields (srt/entrypoints/request_headers.py), and what llm-d's
+# routing sidecar goes by (pkg/common/routing/common.go).
 _STEERING_PREFIXES: Final = (
     "x-pd-",
     "x-gateway-destination-",
     "x-envoy-",
     "x-override-",
-    "x-data-parallel-rank",
+    "x-data-parallel-",
     "x-smg-",
+    "x-prefiller-",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-",
+    "x-llm-d-",
 )
 # The client's own name for what belongs together, which steers nothing in a worker; the peer passes it on, too.
 _HARMLESS: Final = frozenset({"x-smg-routing-key"})

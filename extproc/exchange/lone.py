@@ -25,7 +25,11 @@ class Lone(NamedTuple):
 
 def kept_by(gateway: Gateway, request: InferenceRequest) -> Lone | None:
     """Who must serve ``request``, for it goes on from a response that is kept there; None where nobody must."""
-    if request.api is not RESPONSES or not isinstance(before := request.body.get("previous_response_id"), str):
+    if (
+        gateway.config.select_only
+        or request.api is not RESPONSES
+        or not isinstance(before := request.body.get("previous_response_id"), str)
+    ):
         return None
     keeper = gateway.stored.keeper(before, gateway.placer.all_decodes())
     if keeper is None:
@@ -63,6 +67,8 @@ def apart_of(gateway: Gateway, request: InferenceRequest) -> Hashable:
 
 def _one_alone(gateway: Gateway, request: InferenceRequest) -> Lone | None:
     """One of those that would answer ``request`` alone, whatever pair it is given; None where it needs both."""
+    if gateway.config.select_only:  # the sidecars see to that
+        return None
     placer = gateway.placer
     prefill = next(iter(placer.usable(request.model, Role.PREFILL)), None)
     alone = None if prefill is None else gateway.handoffs.of(prefill).alone(request, prefill)

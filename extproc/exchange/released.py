@@ -33,10 +33,11 @@ def head_reply(
     path: bytes,
     body: bytes | None,
     destinations: str,
+    more: bytes = b"",
 ) -> bytes:
     """The message that releases the head of a request to ``worker``, or to the others of ``destinations``.
 
-    ``body`` None: the request has none, and is sent as the client sent it.
+    ``body`` None: the request has none, and is sent as the client sent it. ``more``: of the header mutation.
     """
     fields = head.fields
     mutation = b"" if body is None else wire.set_header(b"content-length", b"%d" % len(body))
@@ -60,7 +61,8 @@ def head_reply(
     chosen = worker.role is Role.PREFILL and request.api.flow is Flow.PAIR
     if chosen:
         mutation += _PREFILL_CLUSTER
-    return wire.request_headers_reply(mutation, wire.destination_metadata(destinations), reroute=chosen)
+    to, metadata = _addressed(session, destinations)
+    return wire.request_headers_reply(mutation + more + to, metadata, reroute=chosen)
 
 
 def call_reply(session: Session, head: RequestHead, worker: Worker, path: bytes, destinations: str) -> bytes:
@@ -79,7 +81,18 @@ def call_reply(session: Session, head: RequestHead, worker: Worker, path: bytes,
         encoded = name.encode("latin-1")
         if encoded not in TO_GRPC:
             mutation += wire.remove_header(encoded)
-    return wire.request_headers_reply(mutation, wire.destination_metadata(destinations), reroute=True)
+    to, metadata = _addressed(session, destinations)
+    return wire.request_headers_reply(mutation + to, metadata, reroute=True)
+
+
+def _addressed(session: Session, destinations: str) -> tuple[bytes, bytes]:
+    """How Envoy is told of ``destinations``: a part of the header mutation, and metadata.
+
+    What a client has sent under the header's name is removed, too; Envoy does that first.
+    """
+    config = session.gateway.config
+    header = wire.destination_header(destinations) if config.destination_header else b""
+    return header, wire.destination_metadata(destinations) if config.destination_metadata else b""
 
 
 def answer_mutation(session: Session) -> bytes:

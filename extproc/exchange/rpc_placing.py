@@ -56,8 +56,8 @@ def rpc_course(session: Session, head: RequestHead, request: InferenceRequest, p
     # A long prefill shows nothing that a stream could begin with, but for the comments of an answer that is ours.
     waits = request.stream and gateway.config.keep_alive > 0 and rpc.tokens >= LONG_PROMPT
     # A client that leaves has Envoy cancel the decode's call at once. Where a decode does not survive that while it
-    # receives the cache, the call is ours.
-    if rpc.is_single and not sequences.receiving and not waits:
+    # receives the cache, the call is ours; and so where Envoy has no way for an answer that is made of its call.
+    if rpc.is_single and not sequences.receiving and not waits and gateway.config.retry_released:
         return RpcDirectCourse.of_pair(session, head, request, pair, rpc, sequences)
     attempts = Attempts(gateway.config.retry, session.deadline)
     choice = PairChoice(gateway, request, pair.prefill, sequences)
@@ -74,9 +74,9 @@ def rpc_alone(
     alone: Alone,
 ) -> Course:
     """The course of a request that the first of ``workers`` which can be reached answers alone."""
-    if rpc.is_single:
-        return RpcDirectCourse.of_one(session, head, request, workers, rpc, sequences, alone)
     gateway, record = session.gateway, session.record
+    if rpc.is_single and gateway.config.retry_released:
+        return RpcDirectCourse.of_one(session, head, request, workers, rpc, sequences, alone)
     record.kv, record.note = alone.kv.value, alone.why
     choice = RpcAloneChoice(gateway, request, workers[0], sequences)
     attempts = Attempts(gateway.config.retry, session.deadline)

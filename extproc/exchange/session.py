@@ -30,6 +30,7 @@ from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.rpc import Rpc, RpcRequest
 from extproc.exchange.rpc_placing import Cancelling, but, rpc_alone, rpc_course, served_over_grpc
 from extproc.exchange.seats import NOBODY, Seeking, lone_room, pair_room
+from extproc.exchange.selected import SelectedCourse
 from extproc.generation.asked import Asked
 from extproc.handoff.handoff import Alone, Handoff, Kv
 from extproc.merge.parts import check_parts, joint_of
@@ -160,11 +161,15 @@ class Session:
     def _on_answer(self, kind: str | None, request: ProcessingRequest) -> None:
         """A part of a worker's answer came."""
         late = self._late
-        if kind == "response_body":  # the second call alone is shown it
+        if kind == "response_body":
+            body = request.response_body
             if late is not None:
-                late.received(request.response_body.body)
-                if request.response_body.end_of_stream:
+                late.received(body.body)
+                if body.end_of_stream:
                     late.ended()
+            else:  # another's Envoy may show every answer and wait for it to be given back, as endpoint pickers must
+                for message in wire.response_body_replies(body.body, end=body.end_of_stream):
+                    self.call.send(message)
         elif kind == "response_headers":
             if self._course is not None:
                 self.bare = request.response_headers.end_of_stream
@@ -496,7 +501,7 @@ class Session:
         record.model = (request.model or "")[:_LOGGED_MODEL]
         record.stream = request.stream
         record.samples = request.samples
-        rpc = self.gateway.rpc
+        rpc = None if self.gateway.config.select_only else self.gateway.rpc
         if rpc is not None and rpc.workers and rpc.may_serve(self.gateway.placer, request):
             self._tokenise(rpc, head, rpc.named(self.gateway.placer, request))
             return None
@@ -635,6 +640,9 @@ class Session:
             if course is None:
                 raise served_over_grpc(gateway, request, excluded) or error from None
             return course
+        if gateway.config.select_only:
+            in_turn = gateway.handoffs.of(pair.prefill).in_turn
+            return SelectedCourse(self, head, request, pair, in_turn=in_turn)
         if self._rpc is not None and pair.prefill.over_grpc:
             return rpc_course(self, head, request, pair, self._rpc)
         handoff = gateway.handoffs.of(pair.prefill)

@@ -66,6 +66,12 @@ def destination_metadata(addresses: str) -> bytes:
     return _metadata(METADATA_NAMESPACE, DESTINATION, addresses)
 
 
+@lru_cache(4096)
+def destination_header(addresses: str) -> bytes:
+    """The same as a header, for an Envoy that goes by that."""
+    return set_header(DESTINATION.encode(), addresses.encode())
+
+
 def watched_metadata(name: str) -> bytes:
     """The ``dynamic_metadata`` field by which Envoy reports the progress of an answer under ``name``."""
     return _metadata(PROGRESS_NAMESPACE, WATCHED, name)
