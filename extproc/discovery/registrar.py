@@ -16,7 +16,7 @@ from extproc.workers.registry import Registry, WorkerExistsError
 from extproc.workers.spec import WorkerSpec
 from extproc.workers.worker import Status, Worker
 
-_AT_ONCE: Final = 64  # servers that are asked which protocol they speak
+_AT_ONCE: Final = 256  # servers that are asked which protocol they speak; some may be behind a closed door
 _ASK_SECONDS: Final = 5.0  # for an answer
 _FIRST_PAUSE: Final = 0.5  # seconds between two questions to a server
 _LONGEST_PAUSE: Final = 5.0
@@ -44,8 +44,8 @@ class _Entry:
 class Registrar:
     """Makes ``registry`` follow what is found. ``ask`` is :func:`extproc.discovery.protocol.protocol_of`.
 
-    A worker that is removed by hand stays away until its pod is another one, and what is changed by hand stays so until
-    the pod says something else.
+    A worker that is removed by hand stays away until its pod is another one, or was not ready meanwhile, and what is
+    changed by hand stays so until the pod says something else.
     """
 
     def __init__(self, registry: Registry, state: DiscoveryState, ask: Ask = protocol_of) -> None:
@@ -100,6 +100,8 @@ class Registrar:
         except WorkerExistsError as error:
             extra = _named(entry.wanted) | {"worker_id": error.worker.id}
             _log.info("found a worker that somebody else registered: it is left as it is", extra=extra)
+            return
+        _log.info("found a worker", extra=_named(entry.wanted) | {"worker_id": entry.worker.id})
 
     def _change(self, entry: _Entry, wanted: Wanted) -> None:
         worker = self._own(entry)
@@ -117,6 +119,7 @@ class Registrar:
             entry.asking.cancel()
         worker = self._own(entry)
         if worker is not None:
+            _log.info("a found worker is to go", extra=_named(entry.wanted) | {"worker_id": worker.id})
             self._registry.remove(worker)
 
     def _own(self, entry: _Entry) -> Worker | None:
