@@ -14,7 +14,8 @@ from http_client import Reply
 from product import soon
 from rpc_strict import FLOWS, StrictProduct
 
-from extproc.mock import RpcMock, SglangMock
+from extproc.mock import Fault, Point, RpcMock, Rule, SglangMock
+from extproc.mock.engine import Pace
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
@@ -217,3 +218,31 @@ async def test_a_worker_whose_port_another_server_has_taken_is_not_waited_for(ro
         for mock in victims:
             await mock.start()
         await product.ready()
+
+
+# -- connections that break -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+async def test_a_relayed_stream_whose_decodes_connection_breaks_ends_with_an_event(flow: str) -> None:
+    async with clean(StrictProduct(flow, disable_retries=True, relay_grpc_streams=True)) as product:
+        assert content(await product.post(CHAT_PATH, STREAM)) == product.text(
+            product.chat_ids("hello"), max_new_tokens=9
+        )
+        for mock in product.decodes:
+            mock.pace = Pace(token=0.05)
+            mock.fail(Rule(Fault(drop=Point.MID_BODY, after_chunks=3), body_contains=b"\n2chatcmpl-"))
+        for _ in range(3):
+            reply = await product.post(CHAT_PATH, STREAM)
+            assert json.loads(reply.events[-1])["error"]["code"] == "decode_connection_lost"
+            assert reply.status == 200
+        await product.records.until(lambda: len(product.records.all) == 4)
+        assert [record.code for record in product.records.all[1:]] == ["decode_connection_lost"] * 3
+
+
+async def test_a_connection_that_breaks_before_the_first_token_leads_to_another_attempt() -> None:
+    async with clean(StrictProduct("sglang", relay_grpc_streams=True, retry_initial_backoff_ms=10)) as product:
+        product.decodes[0].fail(Rule(Fault(drop=Point.AFTER_HEAD), body_contains=b"\n2chatcmpl-"))
+        wanted = product.text(product.chat_ids("hello"), max_new_tokens=9)
+        for _ in range(4):
+            assert content(await product.post(CHAT_PATH, STREAM)) == wanted

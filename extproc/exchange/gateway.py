@@ -52,6 +52,7 @@ class GatewayConfig:
     legs: LegSettings = field(default_factory=LegSettings)
     tenants: Tenants = field(default_factory=Tenants)
     keep_alive: float = 15.0  # seconds of a stream's silence until it gets a comment, over gRPC; 0: none
+    relay_streams: bool = False  # over gRPC: all legs of a stream are the gateway's own
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 
