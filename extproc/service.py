@@ -520,6 +520,7 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
     return GatewayConfig(
         request_timeout=settings.request_timeout_secs,
         keep_alive=settings.sse_keepalive_secs,
+        relay_streams=settings.relay_grpc_streams,
         max_payload_bytes=settings.max_payload_size,
         request_id_headers=tuple(settings.request_id_headers),
         api_key=settings.api_key,

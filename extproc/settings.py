@@ -174,6 +174,8 @@ class Settings(MeshSettings):
         Group.CLIENTS, "longest time one request may take", "SECONDS")] = 1800
     sse_keepalive_secs: Annotated[Grace, Option(
         Group.CLIENTS, "silence of a gRPC worker's stream till a comment; 0: none", "SECONDS")] = 15
+    relay_grpc_streams: Annotated[bool, Option(
+        Group.CLIENTS, "a gRPC worker that breaks off ends a stream with an error event")] = False
     request_id_headers: Annotated[HeaderNames, Option(
         Group.CLIENTS, "request id from", "NAME")
     ] = REQUEST_ID_HEADERS

@@ -222,7 +222,10 @@ class TestFailures:
         assert "error" in json.loads(reply.events[-1])
 
     async def test_of_a_stream_whose_connection_breaks_off(self, flow: StrictProduct) -> None:
-        """The client is told, unless it is Envoy that runs the call: it breaks off the client's, too."""
+        """The client is told, unless it is Envoy that runs the call: it breaks off the client's, too.
+
+        With ``--relay-grpc-streams`` it is told in any case: test_product_rpc_fleets.py.
+        """
         for mock in flow.decodes:
             mock.pace = Pace(token=0.05)
             fail(mock, Fault(drop=Point.MID_BODY, after_chunks=3))

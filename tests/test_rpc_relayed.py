@@ -237,6 +237,23 @@ def test_a_long_prompts_client_hears_of_its_stream_meanwhile(rig):
     assert done(rig, client).status == 200
 
 
+def test_all_streams_may_be_relayed_and_a_connection_that_breaks_is_an_event():
+    rig = RpcRig(retry=STEADY, relay_streams=True)
+    client = rig.post("/v1/chat/completions", ONE | {"stream": True})
+    (prefill,), (decode,) = rig.prefills, rig.decodes
+    rig.answered(prefill, rig.complete("h"))
+    decode.receiver.head(200, [(b"content-type", b"application/grpc")])
+    decode.receiver.data(rig.chunk("h"))
+    decode.receiver.lost(Lost.RESET, "gone")
+    _, _, answer, ended = relayed(client)
+    assert ended
+    assert json.loads(events(answer)[-1])["error"]["code"] == "decode_connection_lost"
+    assert done(rig, client).code == "decode_connection_lost"
+    whole = rig.post("/v1/chat/completions", ONE)
+    assert len(rig.decodes) == 0  # Envoy runs it
+    whole.close()
+
+
 def test_after_a_comment_there_may_still_be_another_attempt(rig):
     client = rig.post("/v1/chat/completions", LONG)
     rig.clock.advance(15)

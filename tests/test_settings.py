@@ -230,6 +230,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "max_payload_size": ("1024", "1024", 1024),
     "request_timeout_secs": ("0.5", "0.5", 0.5),
     "sse_keepalive_secs": ("0", "0", 0),
+    "relay_grpc_streams": ("true", "true", True),
     "request_id_headers": ("X-One", "[X-One]", ("x-one",)),
     "response_headers": ("false", "false", False),
     "trust_client_control_fields": ("true", "true", True),

@@ -59,6 +59,7 @@ class GatewayConfig:
     destination_metadata: bool = True  # ... and by metadata
     destination_hosts: int = 4  # how many workers it may be told of
     select_only: bool = False  # legs are for llm-d's sidecars to send
+    relay_streams: bool = False  # over gRPC: all legs of a stream are the gateway's own
     model_aliases: Mapping[str, str] = field(default_factory=dict)  # to the name by which workers know the model
 
 

@@ -54,7 +54,9 @@ def rpc_course(session: Session, head: RequestHead, request: InferenceRequest, p
     if sequences.in_turn:
         session.keep_room(pair.decodes[0], rpc.count)
     # A long prefill shows nothing that a stream could begin with, but for the comments of an answer that is ours.
-    waits = request.stream and gateway.config.keep_alive > 0 and rpc.tokens >= LONG_PROMPT
+    long = gateway.config.keep_alive > 0 and rpc.tokens >= LONG_PROMPT
+    # And Envoy, whose call breaks, cuts the client's answer: it shows nobody that there is something left to say.
+    waits = request.stream and (long or gateway.config.relay_streams)
     # A client that leaves has Envoy cancel the decode's call at once. Where a decode does not survive that while it
     # receives the cache, the call is ours; and so where Envoy has no way for an answer that is made of its call.
     if rpc.is_single and not sequences.receiving and not waits and gateway.config.retry_released:

@@ -11,7 +11,8 @@ both legs to that rank's rooms. The rank stands in the request all the same, for
 Failure: a lone leg waits for the engine's own timeout (300 s), so the other one is ended: its call, and its name by
 ``Abort``. An SGLang decode may be ended at any time (0.5.23): pages that a prefill may still write to are kept until it
 says that it has stopped, or 30 s (``disaggregation/decode.py``, deferred KV release; Mooncake, NIXL, MoRI). Of
-TokenSpeed nobody has said so: a decode that may be receiving is left running until it shows a token, or for 30 s.
+TokenSpeed's releases nobody has said so, though its source reads as if it waits itself (docs/grpc-requests.md): a
+decode that may be receiving is left running until it shows a token, or for 30 s.
 Source: smg-grpc-proto 0.4.28; smg-grpc-servicer 0.14.1; sglang 0.5.23 srt/managers/scheduler.py (``abort_request``).
 """
 
