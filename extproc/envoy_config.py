@@ -1,22 +1,52 @@
-"""``pd-extproc envoy-config``: print the Envoy configuration that ``launch`` would use with the same options."""
+"""``pd-extproc envoy-config``: print the Envoy configuration that ``launch`` would use with the same options.
+
+Or what an Envoy of somebody else's needs in the place of it: ``--snippet``.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
+from extproc import flags
 from extproc.dataplane.bootstrap import bootstrap_yaml
-from extproc.dataplane.config import DEBIAN_CA_FILE, DataplaneConfig
-from extproc.flags import add_arguments, read_settings
+from extproc.dataplane.config import DEBIAN_CA_FILE, STANDALONE, DataplaneConfig
+from extproc.dataplane.snippets import SNIPPETS, Place, SnippetConfig
+from extproc.flags import read_settings
 from extproc.values import EGRESS_ENVOY, Destination
+from extproc.workers.endpoints import Endpoint
 
 if TYPE_CHECKING:
     import argparse
 
     from extproc.settings import Settings
+    from extproc.workers.spec import WorkerSpec
 
 __all__ = ["add_arguments", "dataplane_config", "run"]
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - replaced, not bound
+_PLACE: Final = Place()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every setting to ``parser``, and what is asked of this command only."""
+    flags.add_arguments(parser)
+    group = parser.add_argument_group("For an Envoy of a mesh (docs/deploy/meshes.md)")
+    group.add_argument("--snippet", choices=SNIPPETS, metavar="NAME", help=f"print this instead: {', '.join(SNIPPETS)}")
+    for flag, default, text in (
+        ("namespace", _PLACE.namespace, "of the objects"),
+        ("gateway", _PLACE.gateway, "the Gateway that they are for"),
+        ("service", _PLACE.service, "Service of the sidecar"),
+        ("workers", _PLACE.workers, "Service or InferencePool of the workers, and their label pd-pool"),
+    ):
+        group.add_argument(f"--snippet-{flag}", metavar="NAME", default=default, help=f"{text} [default: {default}]")
+    group.add_argument(
+        "--snippet-worker-port",
+        metavar="PORT",
+        type=int,
+        default=_PLACE.worker_port,
+        help=f"port of all workers [default: {_PLACE.worker_port}]",
+    )
 
 
 def dataplane_config(settings: Settings) -> DataplaneConfig:
@@ -41,8 +71,37 @@ def dataplane_config(settings: Settings) -> DataplaneConfig:
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the configuration. Raises SettingsError."""
-    print(bootstrap_yaml(dataplane_config(read_settings(namespace))), end="")
+    settings = read_settings(namespace)
+    if namespace.snippet is None:
+        print(bootstrap_yaml(dataplane_config(settings)), end="")
+    else:
+        print(SNIPPETS[namespace.snippet](snippet_config(settings, _place(namespace))), end="")
     return 0
+
+
+def snippet_config(settings: Settings, place: Place = _PLACE) -> SnippetConfig:
+    """What the settings say to an Envoy that is not ours. Sockets that only ours could reach are none of it."""
+    dataplane = replace(dataplane_config(settings), egress=None)  # for which those Envoys have no listener
+    if "extproc_address" not in settings.model_fields_set:
+        dataplane = replace(dataplane, extproc=STANDALONE.extproc, ads=STANDALONE.ads, control=STANDALONE.control)
+    prefill, decode = ([_endpoint(worker) for worker in workers] for workers in (settings.prefill, settings.decode))
+    return SnippetConfig(dataplane, place, prefill, decode)
+
+
+def _place(namespace: argparse.Namespace) -> Place:
+    return Place(
+        namespace=namespace.snippet_namespace,
+        gateway=namespace.snippet_gateway,
+        service=namespace.snippet_service,
+        workers=namespace.snippet_workers,
+        worker_port=namespace.snippet_worker_port,
+    )
+
+
+def _endpoint(worker: WorkerSpec) -> Endpoint:
+    """A worker that is to stand in a file: Envoy looks its name up."""
+    url = worker.url
+    return Endpoint(url.host, url.port, url.host, tls=url.tls, grpc=url.is_grpc)
 
 
 def _reachable(address: str) -> str:

@@ -169,7 +169,7 @@ class Service:
         methods = self._access_logs.methods
         if self._settings.grpc_transport is not GrpcTransport.NGH2:
             return GrpcioProcessServer(others=methods)  # which speaks gRPC only: nothing can be fetched from it
-        # An Envoy of somebody else has no way to fetch them.
+        # An Envoy of somebody else has no way to fetch them: see DataplaneConfig.fetched_answers.
         self.gateway.fetches = self._settings.egress == EGRESS_ENVOY
         return Ngh2ProcessServer(others=methods, answers=self.gateway.fetch)
 

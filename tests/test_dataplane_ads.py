@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
+from envoy.service.endpoint.v3 import eds_pb2_grpc
 
 from extproc.dataplane.ads import ENDPOINTS_TYPE, AdsServer, EndpointsRejectedError, EndpointsTimeoutError, assignment
 from extproc.workers.endpoints import Endpoint, Snapshot
@@ -26,9 +27,12 @@ TWO = Snapshot(prefill=(Endpoint("10.0.0.1", 1, "p"), Endpoint("10.0.0.3", 3, "q
 class Client:
     """One ADS stream."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, eds: bool = False) -> None:
         self.channel = grpc.aio.insecure_channel(address)
-        self.stream = ads_pb2_grpc.AggregatedDiscoveryServiceStub(self.channel).StreamAggregatedResources()
+        if eds:
+            self.stream = eds_pb2_grpc.EndpointDiscoveryServiceStub(self.channel).StreamEndpoints()
+        else:
+            self.stream = ads_pb2_grpc.AggregatedDiscoveryServiceStub(self.channel).StreamAggregatedResources()
 
     async def ask(self, *names: str, nonce: str = "", version: str = "", error: str = "", kind: str = "") -> None:
         request = discovery_pb2.DiscoveryRequest(
@@ -94,6 +98,22 @@ async def test_the_first_answer_is_the_published_snapshot(server: AdsServer, cli
     response = await client.read()
     assert response.type_url == ENDPOINTS_TYPE
     assert resources(response) == [("decode", ["10.0.0.2:2"]), ("prefill", ["10.0.0.1:1"])]
+
+
+async def test_an_envoy_whose_ads_is_anothers_asks_by_eds(server: AdsServer) -> None:
+    await server.publish(ONE)
+    envoy = Client(server._address, eds=True)
+    await envoy.ask("decode")  # one stream for each cluster
+    response = await envoy.read()
+    assert resources(response) == [("decode", ["10.0.0.2:2"])]
+    await envoy.ack(response, "decode")
+    publishing = asyncio.create_task(server.publish(TWO))
+    response = await envoy.read()
+    assert resources(response) == [("decode", [])]
+    assert not publishing.done()
+    await envoy.ack(response, "decode")
+    await publishing
+    await envoy.close()
 
 
 async def test_before_anything_is_published_the_lists_are_empty(client: Client) -> None:

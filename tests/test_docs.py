@@ -93,6 +93,7 @@ OTHERS_OPTIONS = {
         "--data-parallel-hybrid-lb",
         "--dp-size",
         "--enable-dp-attention",
+        "--enable-return-routed-experts",
         "--grpc",
         "--load-balance-method",
         "--max-logprobs",

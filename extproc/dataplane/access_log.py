@@ -28,14 +28,14 @@ from envoy_data_plane.envoy.type.matcher.v3 import MetadataMatcher, MetadataMatc
 
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.messages import any_of, seconds, struct
-from extproc.names import EXTPROC_CLUSTER, PROGRESS_NAMESPACE, WATCHED
+from extproc.names import PROGRESS_NAMESPACE, WATCHED
 
 _PROGRESS_SECONDS: Final = 2.0  # between two reports of one answer
 
 
 def access_logs(config: DataplaneConfig) -> list[AccessLog]:
     """All logs of the clients' listener, which needs :func:`access_log_options` for them."""
-    return [_reports(), *([_lines()] if config.access_log else [])]
+    return [_reports(config.extproc_cluster), *([_lines()] if config.access_log else [])]
 
 
 def access_log_options() -> HttpConnectionManagerHcmAccessLogOptions:
@@ -43,7 +43,7 @@ def access_log_options() -> HttpConnectionManagerHcmAccessLogOptions:
     return HttpConnectionManagerHcmAccessLogOptions(access_log_flush_interval=seconds(_PROGRESS_SECONDS))
 
 
-def _reports() -> AccessLog:
+def _reports(cluster: str) -> AccessLog:
     """Of the answers that the service asks about by metadata, every few seconds while they last, over gRPC."""
     asked = MetadataMatcher(
         filter=PROGRESS_NAMESPACE,
@@ -57,9 +57,7 @@ def _reports() -> AccessLog:
     logger = HttpGrpcAccessLogConfig(
         common_config=CommonGrpcAccessLogConfig(
             log_name="progress",
-            grpc_service=GrpcService(
-                envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER, skip_envoy_headers=True)
-            ),
+            grpc_service=GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=cluster, skip_envoy_headers=True)),
             transport_api_version=ApiVersion.V3,
             buffer_size_bytes=0,  # each line at once
             buffer_flush_interval=timedelta(hours=1),  # so there is nothing that this would be for

@@ -1,4 +1,4 @@
-"""The ADS server that tells Envoy where the workers are.
+"""The ADS and EDS server that tells Envoy where the workers are.
 
 State of the world, endpoints only: every answer carries the whole list of each role cluster that the Envoy subscribed
 to. Cold path, so grpcio: its asyncio server wakes the event loop only when an Envoy says something.
@@ -21,12 +21,13 @@ import grpc  # type: ignore[import-untyped]
 from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import ads_pb2_grpc, discovery_pb2
+from envoy.service.endpoint.v3 import eds_pb2_grpc
 
 from extproc.transport.address import SocketFile, UnixAddress, claim_socket_file, parse_address
 from extproc.workers.endpoints import Endpoint, Health, Snapshot
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
-_TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
+TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
 
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two servers on one port would share its Envoys without a word
@@ -85,7 +86,9 @@ class AdsServer:
         if isinstance(address, UnixAddress):
             await claim_socket_file(address.path)
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        ads_pb2_grpc.add_AggregatedDiscoveryServiceServicer_to_server(_Servicer(self._serve), server)
+        servicer = _Servicer(self._serve)
+        ads_pb2_grpc.add_AggregatedDiscoveryServiceServicer_to_server(servicer, server)
+        eds_pb2_grpc.add_EndpointDiscoveryServiceServicer_to_server(servicer, server)
         try:
             port = server.add_insecure_port(str(address))
         except RuntimeError as error:
@@ -197,11 +200,20 @@ def _ended(reader: asyncio.Task[None], subscriber: _Subscriber) -> None:
     subscriber.wake.set()
 
 
-class _Servicer(ads_pb2_grpc.AggregatedDiscoveryServiceServicer):  # type: ignore[misc]  # xds-protos has no types
+class _Servicer(  # xds-protos has no types
+    ads_pb2_grpc.AggregatedDiscoveryServiceServicer,  # type: ignore[misc]
+    eds_pb2_grpc.EndpointDiscoveryServiceServicer,  # type: ignore[misc]
+):
+    """Both ways to ask: an Envoy has one ADS server, which in a mesh is another's."""
+
     def __init__(self, serve: Any) -> None:
         self._serve = serve
 
     async def StreamAggregatedResources(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        async for response in self._serve(requests, context.peer()):
+            yield response
+
+    async def StreamEndpoints(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for response in self._serve(requests, context.peer()):
             yield response
 
@@ -226,7 +238,7 @@ def _fill(target: Any, endpoint: Endpoint) -> None:
     if endpoint.health is not Health.HEALTHY:  # which Envoy takes for granted
         target.health_status = health_check_pb2.HealthStatus.Value(endpoint.health.value)
     if endpoint.tls:
-        target.metadata.filter_metadata[_TRANSPORT_SOCKET_MATCH].update({"tls": True})
+        target.metadata.filter_metadata[TRANSPORT_SOCKET_MATCH].update({"tls": True})
 
 
 def host_header(endpoint: Endpoint) -> str:

@@ -72,7 +72,7 @@ from extproc.names import (
     METADATA_NAMESPACE,
 )
 from extproc.transport.address import Address, UnixAddress, parse_address
-from extproc.workers.endpoints import DECODE_CLUSTER, DECODE_GRPC_CLUSTER, PREFILL_CLUSTER, PREFILL_GRPC_CLUSTER
+from extproc.workers.endpoints import DECODE_GRPC_CLUSTER, PREFILL_GRPC_CLUSTER, ROLES
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TCP_USER_TIMEOUT = 18  # of Linux, where Envoy runs; the Python that renders this need not
@@ -83,39 +83,59 @@ _NO_CERTIFICATE_HAS_THIS_HASH = "00" * 32
 def clusters(config: DataplaneConfig) -> list[Cluster]:
     """Every cluster of the bootstrap."""
     return [
-        _role_cluster(PREFILL_CLUSTER, config, _http1(config.upstream_idle_timeout)),
-        _role_cluster(DECODE_CLUSTER, config, _http1(config.upstream_idle_timeout)),
-        _role_cluster(PREFILL_GRPC_CLUSTER, config, _http2()),
-        _role_cluster(DECODE_GRPC_CLUSTER, config, _http2()),
-        _http2_cluster(EXTPROC_CLUSTER, parse_address(config.extproc), trusted_http2()),
-        _http2_cluster(ANSWERS_CLUSTER, parse_address(config.extproc), to_answers()),
-        _http2_cluster(ADS_CLUSTER, parse_address(config.ads), trusted_http2()),
-        _service_cluster(CONTROL_CLUSTER, parse_address(config.control), _http1(config.upstream_idle_timeout)),
+        *(eds_cluster(name, config, ConfigSource(ads=AggregatedConfigSource())) for name in ROLES),
+        extproc_cluster(config),
+        ads_cluster(config),
+        *([_answers_cluster(config)] if config.fetched_answers else []),
+        control_cluster(config),
     ]
 
 
-def _role_cluster(name: str, config: DataplaneConfig, options: HttpProtocolOptions) -> Cluster:
-    """Workers of one role that speak the protocol of ``options``; they come and go by ADS.
+def extproc_cluster(config: DataplaneConfig) -> Cluster:
+    """The ext_proc service."""
+    return _http2_cluster(EXTPROC_CLUSTER, parse_address(config.extproc), trusted_http2())
+
+
+def ads_cluster(config: DataplaneConfig) -> Cluster:
+    """Where the workers' endpoints are told."""
+    return _http2_cluster(ADS_CLUSTER, parse_address(config.ads), trusted_http2())
+
+
+def _answers_cluster(config: DataplaneConfig) -> Cluster:
+    """The service, for answers that it makes."""
+    return _http2_cluster(ANSWERS_CLUSTER, parse_address(config.extproc), to_answers())
+
+
+def control_cluster(config: DataplaneConfig) -> Cluster:
+    """The control API."""
+    return _service_cluster(CONTROL_CLUSTER, parse_address(config.control), _http1(config.upstream_idle_timeout))
+
+
+def eds_cluster(name: str, config: DataplaneConfig, source: ConfigSource) -> Cluster:
+    """Workers of one role and protocol; they come and go by what ``source`` says of them."""
+    cluster = worker_cluster(name, config)
+    cluster.type = ClusterDiscoveryType.EDS
+    source.resource_api_version = ApiVersion.V3
+    # Envoy listens at the latest after this time when the service is not there yet: a JSON 503 is a clearer answer
+    # than a refused connection.
+    source.initial_fetch_timeout = seconds(2)
+    cluster.eds_cluster_config = ClusterEdsClusterConfig(eds_config=source)
+    return cluster
+
+
+def worker_cluster(name: str, config: DataplaneConfig) -> Cluster:
+    """Workers of one role that speak one protocol, both by the cluster's ``name``; where they are, it does not say.
 
     There is no outlier detection and no active health check: the service alone decides who is usable, and an engine
     that answers 500 to one bad prompt must not vanish behind the decision's back. A worker that cannot be connected
     to is skipped by the retry over the ordered destination list.
     """
+    options = _http2() if name in (PREFILL_GRPC_CLUSTER, DECODE_GRPC_CLUSTER) else _http1(config.upstream_idle_timeout)
     cluster = Cluster(
         name=name,
-        type=ClusterDiscoveryType.EDS,
-        eds_cluster_config=ClusterEdsClusterConfig(
-            eds_config=ConfigSource(
-                ads=AggregatedConfigSource(),
-                resource_api_version=ApiVersion.V3,
-                # Envoy listens at the latest after this time when the service is not there yet: a JSON 503 is a
-                # clearer answer than a refused connection.
-                initial_fetch_timeout=seconds(2),
-            )
-        ),
         connect_timeout=seconds(config.connect_timeout),
         circuit_breakers=_no_circuit_breakers(),
-        load_balancing_policy=_named_hosts_only(),
+        load_balancing_policy=named_hosts_only(),
         typed_extension_protocol_options={_HTTP_OPTIONS: any_of(options)},
         transport_socket_matches=_transport_sockets(config.ca_file),
     )
@@ -161,7 +181,7 @@ def _is_literal(address: Address) -> bool:
     return True
 
 
-def _named_hosts_only() -> LoadBalancingPolicy:
+def named_hosts_only() -> LoadBalancingPolicy:
     """Send to the hosts that the request names, in their order, and to nobody else.
 
     The policy insists on a fallback for an unknown host and for a used-up list; this one finds no host, ever: it looks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from extproc.names import EXTPROC_CLUSTER
+
 DEBIAN_CA_FILE = "/etc/ssl/certs/ca-certificates.crt"
 
 
@@ -35,6 +37,15 @@ class DataplaneConfig:
     late_answers: bool = True  # the service may answer a request after it was released to a worker
     destination_header: bool = False  # the service names a released request's worker by a header
     access_log: bool = False  # one JSON line per client request on Envoy's stdout
+    extproc_cluster: str = EXTPROC_CLUSTER  # by which the filters find the service; a mesh names its clusters itself
+    # Whom Envoy says that it calls there. Empty: the cluster, whose name must look like a host's then: nghttp2 answers
+    # others with PROTOCOL_ERROR.
+    extproc_authority: str = ""
+
+    @property
+    def fetched_answers(self) -> bool:
+        """Answers that the service makes are fetched from it; an Envoy that is not ours has no way for that."""
+        return self.egress is not None
 
     @property
     def idle_timeout(self) -> float:

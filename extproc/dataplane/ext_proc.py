@@ -34,7 +34,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.messages import any_of, extension, http_filter, seconds
-from extproc.names import EXTPROC_CLUSTER, LATE, METADATA_NAMESPACE, PROGRESS_NAMESPACE
+from extproc.names import LATE, METADATA_NAMESPACE, PROGRESS_NAMESPACE
 
 EXT_PROC_FILTER: Final = "ext_proc"
 LATE_FILTER: Final = "late"
@@ -94,7 +94,9 @@ def late_filter(config: DataplaneConfig) -> HttpFilter:
 def _processor(config: DataplaneConfig) -> ExternalProcessor:
     return ExternalProcessor(
         grpc_service=GrpcService(
-            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER, skip_envoy_headers=True),
+            envoy_grpc=GrpcServiceEnvoyGrpc(
+                cluster_name=config.extproc_cluster, authority=config.extproc_authority, skip_envoy_headers=True
+            ),
             timeout=seconds(0),
         ),
         failure_mode_allow=False,

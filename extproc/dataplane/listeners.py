@@ -91,7 +91,7 @@ def client_listener(config: DataplaneConfig) -> Listener:
         ],
         stream_idle_timeout=seconds(config.idle_timeout),
         use_remote_address=True,  # x-forwarded-for gets the client's address
-        early_header_mutation_extensions=[_strip_control_headers()],
+        early_header_mutation_extensions=[strip_control_headers("x-envoy-")],  # these steer Envoy
         local_reply_config=client_replies(),
         access_log=access_logs(config),
         access_log_options=access_log_options(),
@@ -157,11 +157,11 @@ def _destination_filter() -> HttpFilter:
     return http_filter("header_to_metadata", HeaderToMetadata(request_rules=[rule]))
 
 
-def _strip_control_headers() -> TypedExtensionConfig:
-    """Take from clients what would steer Envoy or be taken for our own: before routes and filters see it."""
+def strip_control_headers(*more: str) -> TypedExtensionConfig:
+    """Take from clients what would be taken for our own, and prefixes of ``more``: before routes and filters see it."""
     prefixes = [
         HeaderMutation(remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=StringMatcher(prefix=prefix)))
-        for prefix in (OUR_PREFIX, "x-envoy-")
+        for prefix in (OUR_PREFIX, *more)
     ]
     return extension(
         "envoy.http.early_header_mutation.header_mutation",

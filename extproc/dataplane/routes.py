@@ -60,11 +60,11 @@ def client_routes(config: DataplaneConfig) -> RouteConfiguration:
     routes = [
         _grpc_route(PREFILL_GRPC_CLUSTER, config),
         _grpc_route(DECODE_GRPC_CLUSTER, config),
-        _answer_route(),
+        *([_answer_route()] if config.fetched_answers else []),
         *(_chosen_prefill_route(path, config) for path in DECODE_PATHS),
-        *(_worker_route(_post(path), DECODE_CLUSTER, config) for path in DECODE_PATHS),
-        *(_worker_route(RouteMatch(prefix=prefix), DECODE_CLUSTER, config) for prefix in DECODE_PREFIXES),
-        *(_worker_route(_post(path), PREFILL_CLUSTER, config) for path in PREFILL_PATHS),
+        *(worker_route(_post(path), DECODE_CLUSTER, config) for path in DECODE_PATHS),
+        *(worker_route(RouteMatch(prefix=prefix), DECODE_CLUSTER, config) for prefix in DECODE_PREFIXES),
+        *(worker_route(_post(path), PREFILL_CLUSTER, config) for path in PREFILL_PATHS),
         *(_control_route(RouteMatch(path=path)) for path in CONTROL_PATHS),
         *(_control_route(RouteMatch(prefix=prefix)) for prefix in CONTROL_PREFIXES),
         *(_wrong_method(path) for path in INFERENCE_PATHS),
@@ -94,8 +94,13 @@ def _virtual_host(name: str, routes: list[Route], config: DataplaneConfig) -> Vi
         routes=routes,
         # What was sent of the body is kept for the next host up to this size; Envoy's default of 1 MB would let larger
         # requests fail with the first host.
-        request_body_buffer_limit=min(config.max_payload_bytes + _BODY_ADDITIONS, 2**32 - 1),
+        request_body_buffer_limit=body_limit(config),
     )
+
+
+def body_limit(config: DataplaneConfig) -> int:
+    """How much of a body is kept for the next host."""
+    return min(config.max_payload_bytes + _BODY_ADDITIONS, 2**32 - 1)
 
 
 def _to_worker(cluster: str, config: DataplaneConfig) -> RouteAction:
@@ -116,7 +121,8 @@ def _to_worker(cluster: str, config: DataplaneConfig) -> RouteAction:
     )
 
 
-def _worker_route(match: RouteMatch, cluster: str, config: DataplaneConfig) -> Route:
+def worker_route(match: RouteMatch, cluster: str, config: DataplaneConfig) -> Route:
+    """One on which the service is asked."""
     return Route(
         match=match,
         route=_to_worker(cluster, config),
@@ -129,14 +135,14 @@ def _worker_route(match: RouteMatch, cluster: str, config: DataplaneConfig) -> R
 
 def _chosen_prefill_route(path: str, config: DataplaneConfig) -> Route:
     """For a request that a prefill worker answers alone, though its path is one for pairs: the service says so."""
-    route = _worker_route(_post(path, _header(CLUSTER, PREFILL_CLUSTER)), PREFILL_CLUSTER, config)
+    route = worker_route(_post(path, _header(CLUSTER, PREFILL_CLUSTER)), PREFILL_CLUSTER, config)
     route.request_headers_to_remove.append(CLUSTER)
     return route
 
 
 def _grpc_route(cluster: str, config: DataplaneConfig) -> Route:
     """For a request that the service has made one to a gRPC worker: the path is a method's by then."""
-    route = _worker_route(RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]), cluster, config)
+    route = worker_route(RouteMatch(prefix="/", headers=[_header(CLUSTER, cluster)]), cluster, config)
     route.request_headers_to_remove.append(CLUSTER)
     return route
 
