@@ -78,7 +78,12 @@ CATALOGUE = _catalogue(
     Fault("no_prefill_servers", 503, "`/server_info` and the like: no usable prefill worker to ask", retryable=True),
     Fault("health_generate_failed", 503, "`/health_generate`: no pair answered; the message says why", retryable=True),
     Fault("extproc_unavailable", 503, "Envoy cannot reach the ext_proc service", retryable=True),
-    Fault("egress_unavailable", 503, "the ext_proc service cannot reach Envoy's egress listener", retryable=True),
+    Fault(
+        "egress_unavailable",
+        503,
+        "the ext_proc service cannot reach Envoy's egress listener, or the proxy of `--egress`",
+        retryable=True,
+    ),
     Fault("draining", 503, "the gateway is shutting down and takes no new requests", retryable=True),
     Fault("prefill_rejected", 400, "the prefill worker answered with a 4xx status; it and the body are passed on"),
     Fault("prefill_unreachable", 503, "the prefill worker refuses connections", retryable=True),

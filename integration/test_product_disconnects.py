@@ -37,9 +37,9 @@ LEAVE: dict[str, Callable[[Exchange], float]] = {"close": Exchange.close, "reset
 LEAVES = pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Product]:
-    async with Product() as product:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["envoy", "direct"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Product]:
+    async with Product(egress=request.param) as product:
         yield product
 
 

@@ -39,6 +39,7 @@ RELAYED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL = DIRECT | RELAYED
 EARLY_HEAD = ["generate stream", "messages stream", "responses stream"]
+_SENT = 0.1  # seconds after which the other legs have surely come to their workers
 KINDS = pytest.mark.parametrize("kind", ALL)
 
 # The prefill does not reach its engine: no decode will ever get a KV cache.
@@ -58,9 +59,9 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Product]:
-    async with Product(disable_retries=True) as product:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["envoy", "direct"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Product]:
+    async with Product(disable_retries=True, egress=request.param) as product:
         yield product
 
 
@@ -97,8 +98,10 @@ async def test_a_prefill_that_refuses_the_connection(product: Product, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind not in ("messages", "messages stream")])
 async def test_the_decode_leg_is_ended_by_name(product: Product, kind):
+    """One that has not yet reached its worker when the prefill fails is ended by name, too."""
     product.prefill.fail(Fault(status=500))
     await product.post(*ALL[kind])
+    await product.settled()
     named = set()
     for mock in product.decodes:
         for leg in mock.legs:
@@ -106,7 +109,8 @@ async def test_the_decode_leg_is_ended_by_name(product: Product, kind):
     aborts = []
     for mock in product.decodes:
         aborts += await mock.received(sum(len(names_of(leg)) for leg in mock.legs), "/abort_request")
-    assert {abort.json["rid"] for abort in aborts} == named
+    assert {abort.json["rid"] for abort in aborts} >= named
+    assert aborts
 
 
 @pytest.mark.parametrize("kind", ["messages", "messages stream"])
@@ -114,14 +118,14 @@ async def test_a_decode_leg_without_a_name_is_left_by_its_connection(product: Pr
     product.prefill.fail(Fault(status=500))
     answer = await product.post(*ALL[kind])
     await _decodes_end(product, answer)
-    (leg,) = [leg for mock in product.decodes for leg in mock.legs]
-    assert leg.outcome is Outcome.CLIENT_CLOSED
+    legs = [leg for mock in product.decodes for leg in mock.legs]
+    assert {leg.outcome for leg in legs} <= {Outcome.CLIENT_CLOSED}
     assert not [record for mock in product.decodes for record in mock.requests if record.path == "/abort_request"]
 
 
 @pytest.mark.parametrize("kind", ["samples", "samples stream"])
 async def test_one_samples_failure_ends_all(product: Product, kind):
-    product.prefill.fail(Fault(status=500), times=1)
+    product.prefill.fail(Fault(status=500, delay_head=_SENT), times=1)
     product.prefill.fail(Fault(status=200, hang=Point.BEFORE_HEAD))
     answer = await product.post(*ALL[kind])
     assert (answer.status, answer.code) == (502, "prefill_failed")

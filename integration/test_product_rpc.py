@@ -25,13 +25,19 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 STREAM = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sglang", "vllm"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[("sglang", "envoy"), ("vllm", "envoy"), ("sglang", "direct"), ("vllm", "direct")],
+    ids="-".join,
+)
 async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RpcProduct]:
-    connector = NIXL if request.param == "vllm" else ""
+    engine, egress = request.param
+    connector = NIXL if engine == "vllm" else ""
     where = tmp_path_factory.mktemp("model") / "tiny"
-    async with RpcProduct(request.param, where, connector=connector, retry_initial_backoff_ms=10) as made:
+    async with RpcProduct(engine, where, connector=connector, retry_initial_backoff_ms=10, egress=egress) as made:
         yield made
 
 

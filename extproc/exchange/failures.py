@@ -67,7 +67,7 @@ def loss_of(worker: Worker, reason: Lost, detail: str) -> GatewayError:
         name = worker.role.value
         message = f"the connection of {name} worker {worker.url} broke before its answer was whole ({detail})"
         return GatewayError(f"{name}_connection_lost", message)
-    message = f"Envoy's egress listener does not answer ({detail})"
+    message = f"the way to the workers does not answer ({detail})"
     return GatewayError("egress_unavailable", message, retry_after=_RETRY_AFTER)
 
 
