@@ -89,6 +89,12 @@ CATALOGUE = _catalogue(
         retryable=True,
     ),
     Fault("prefill_failed", 502, "the prefill worker answered with a 5xx status (503, 504 are kept)", retryable=True),
+    Fault(
+        "pd_bootstrap_timeout",
+        504,
+        "the legs did not meet in their room within `--pd-bootstrap-timeout-secs`, or the engine's own time for that",
+        retryable=True,
+    ),
     Fault("prefill_timeout", 504, "Envoy gave up waiting for the prefill worker", retryable=True),
     Fault("decode_unreachable", 503, "every candidate decode worker refuses connections", retryable=True),
     Fault("decode_rejected", 400, "in a relayed request: the decode worker's 4xx status and body are passed on"),

@@ -528,6 +528,7 @@ def _gateway_config(settings: Settings) -> GatewayConfig:
         retry=_retry_policy(settings),
         retry_released=settings.retry_released and settings.mode is LegsMode.GATEWAY,
         kv_missing=settings.kv_missing,
+        bootstrap_timeout=settings.pd_bootstrap_timeout_secs,
         min_prompt_tokens=settings.pd_min_prompt_tokens,
         min_uncached_tokens=settings.pd_min_uncached_tokens,
         gate=gate_settings(settings),

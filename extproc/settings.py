@@ -257,6 +257,8 @@ class Settings(MeshSettings):
     kv_missing: Annotated[KvMissing, Option(
         Group.FAILURES, "NIXL, Mooncake: nothing to fetch: recompute or fail", "NAME")
     ] = KvMissing.RECOMPUTE
+    pd_bootstrap_timeout_secs: Annotated[Grace, Option(
+        Group.FAILURES, "SGLang, TokenSpeed: time for both legs to meet; 0: any", "SECONDS")] = 280
     retry_released: Annotated[bool, Option(
         Group.FAILURES, "also when the decode leg is under way")] = True
     retry_max_retries: Annotated[Count, Option(

@@ -270,6 +270,7 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "pd_admission_wait_secs": ("0", "0", 0),
     "on_prefill_failure": ("decode-only", "decode-only", OnPrefillFailure.DECODE_ONLY),
     "kv_missing": ("fail", "fail", KvMissing.FAIL),
+    "pd_bootstrap_timeout_secs": ("0", "0", 0),
     "retry_max_retries": ("7", "7", 7),
     "retry_initial_backoff_ms": ("7", "7", 7),
     "retry_max_backoff_ms": ("70", "70", 70),

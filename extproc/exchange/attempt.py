@@ -14,7 +14,7 @@ from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, answered_by, broke_at, refused_before, tellable
 from extproc.exchange.attempts import KvMissing
 from extproc.exchange.clock import Handle
-from extproc.exchange.failures import charge, kv_missing, loss_of, refused
+from extproc.exchange.failures import apart, charge, kv_missing, loss_of, refused
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers, leg_path
 from extproc.exchange.orders import send_orders
@@ -24,6 +24,7 @@ from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.stored import naming
 from extproc.handoff.handoff import Handoff, Kv, Plan
 from extproc.merge.parts import Joint, leg_edits
+from extproc.policies.placement import Pair
 from extproc.transport.interface import Header, Leg, Lost
 from extproc.workers.worker import Role, Worker
 
@@ -145,6 +146,11 @@ class Part:
         if self.decode is not None:
             leg.unpin(error)
         self._attempt.events.leg_failed(error, (self._attempt.prefill,))
+
+    @property
+    def fetched(self) -> bool:
+        """See PrefillEvents."""
+        return self.begun
 
     @property
     def prefilling(self) -> bool:
@@ -375,6 +381,8 @@ class Attempt:
 
     def _refused(self, part: Part, error: GatewayError) -> None:
         """A decode leg has an error: its own, or, if its prefill fails just now, that one's."""
+        if part.plan is not None:
+            error = apart(Pair(self.prefill, (part.worker,)), part.plan.rooms, error)
         blame = self._handoff.blame
         if blame and error.answered == 500 and part.prefilling:
             decided = partial(self.guarded, partial(self._refused_for_good, part, error))

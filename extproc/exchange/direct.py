@@ -266,6 +266,11 @@ class DirectCourse:
 
     # -- PrefillEvents --------------------------------------------------------------------------------------------
 
+    @property
+    def fetched(self) -> bool:
+        """See PrefillEvents. A head that need not be held back comes with the first token."""
+        return self._state is State.ANSWERING_PARALLEL and not self._hold
+
     def guarded(self, step: Callable[[], None]) -> None:
         """See PrefillEvents."""
         try:

@@ -11,15 +11,20 @@ from extproc.exchange.attempts import KvMissing
 from extproc.exchange.gateway import Gateway
 from extproc.handoff.handoff import Alone
 from extproc.names import LOCAL_REPLY
+from extproc.policies.placement import Pair
 from extproc.transport.interface import Header, Lost
 from extproc.workers.worker import Worker
 
 _RETRY_AFTER: Final = 1  # seconds
+_SHOWN_ROOMS: Final = 4
 _EXCERPT: Final = 300  # characters of a worker's error that go into our message
 _LOCAL_REPLY: Final = LOCAL_REPLY.encode()
 # What stands behind the leg's name in a code.
 _FAULTS: Final = ("failed", "unreachable", "connection_lost", "timeout")
 _NO_CONNECTION: Final = frozenset({"UF", "UH", "NC", "NR", "UO"})  # of Envoy's response flags
+_APART: Final = "pd_bootstrap_timeout"
+# By a leg that has waited in vain for the other one: SGLang (0.5.23, ``disaggregation/common/conn.py``).
+_WAITED: Final = re.compile(rb"timed out after [0-9.]+s in KVPoll\.|Timed out waiting for prefill completion")
 # By a server that restarted with fewer ranks, in the words of SGLang (0.5.23) and vLLM (0.32).
 _NO_SUCH_RANK: Final = re.compile(rb"routed_dp_rank=\d+ out of range|data_parallel_rank \d+ is out of range")
 
@@ -36,6 +41,8 @@ def failure_of(
     message = f"{name} worker {worker.name} answered {status}"
     if status == 400 and worker.dp_rank is not None and _NO_SUCH_RANK.search(body):  # our mistake, not the client's
         return GatewayError(f"{name}_failed", f"{message}: there is no such rank any more")
+    if status >= 500 and _WAITED.search(body):
+        return waited_in_vain(f"{message}: {body[:_EXCERPT].decode(errors='replace')}", status)
     if 400 <= status < 500 or (answers_client and status >= 500):  # as a direct request's client would hear it
         code = f"{name}_rejected" if status < 500 else f"{name}_failed"
         passed_on = (fields.get(b"content-type", b"application/json"), body)
@@ -62,6 +69,25 @@ def loss_of(worker: Worker, reason: Lost, detail: str) -> GatewayError:
         return GatewayError(f"{name}_connection_lost", message)
     message = f"Envoy's egress listener does not answer ({detail})"
     return GatewayError("egress_unavailable", message, retry_after=_RETRY_AFTER)
+
+
+def waited_in_vain(message: str, answered: int = 0) -> GatewayError:
+    """The error for legs that have not met in time."""
+    return GatewayError(_APART, message, answered=answered)
+
+
+def says_it_waited(message: bytes) -> bool:
+    """Whether an engine says that it has waited in vain for the other leg."""
+    return _WAITED.search(message) is not None
+
+
+def apart(pair: Pair, rooms: Sequence[int], error: GatewayError) -> GatewayError:
+    """``error``, with the names of all that should have met where it is one of legs that have not."""
+    if error.fault.code != _APART:
+        return error
+    where = f"room {', '.join(map(str, rooms[:_SHOWN_ROOMS]))}" if rooms else "a room"
+    names = f"prefill worker {pair.prefill.name} and decode worker {pair.decodes[0].name}"
+    return waited_in_vain(f"{names} have not met in {where}: {error.message}", error.answered)
 
 
 def gone(prefill: Worker) -> GatewayError:

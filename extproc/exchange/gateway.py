@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from extproc.admission.gate import Gate, GateSettings
 from extproc.admission.legs import LegQueue, LegSettings
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from extproc.exchange.outlet import Late
     from extproc.exchange.rpc import Rpc
 
+_Timed = TypeVar("_Timed")
 _log: Final = logging.getLogger(__name__)
 _DRAIN_RETRY_AFTER: Final = 1
 
@@ -47,6 +48,7 @@ class GatewayConfig:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     retry_released: bool = True  # try requests anew whose decode leg Envoy has; Envoy must be set up for it
     kv_missing: KvMissing = KvMissing.RECOMPUTE
+    bootstrap_timeout: float = 280.0  # seconds that legs which meet in a room have for that; 0: any
     min_prompt_tokens: int = 0  # a prompt of fewer runs on the decode worker alone; as below: 0: none
     min_uncached_tokens: int = 0  # so does one of which the decode worker holds all but fewer
     gate: GateSettings = field(default_factory=GateSettings)
@@ -71,6 +73,13 @@ class Mortal(Protocol):
 
     def prefill_lost(self, worker: Worker) -> None:
         """A prefill worker is gone; it may be one that the request needs."""
+
+
+class Meeting(Protocol):
+    """A leg that is to meet another one."""
+
+    def too_late(self) -> None:
+        """It has not, and its time for that is over."""
 
 
 class Gateway:
@@ -128,6 +137,7 @@ class Gateway:
         # Both in order of their deadlines, since all have the same time: checking them is looking at the first.
         self._alive: dict[Mortal, float] = {}
         self._ended: dict[Mortal, float] = {}  # told to end, not yet closed by Envoy
+        self._meeting: dict[Meeting, float] = {}  # prefill legs that a decode is to meet; they have all the same time
 
     def fetch(self, path: bytes, answer: Answer) -> AnswerHandler | None:
         """Who gives the answer that Envoy fetches from ``path``; see ``Answers``."""
@@ -158,9 +168,20 @@ class Gateway:
         if not self._alive and not self._ended:
             self.on_idle()
 
+    def to_meet(self, leg: Meeting) -> None:
+        """``leg`` is out, and is told when it is too late for what it is to meet."""
+        self._meeting[leg] = self.clock.now() + self.config.bootstrap_timeout
+
+    def met(self, leg: Meeting) -> None:
+        """``leg`` is to be told nothing any more."""
+        self._meeting.pop(leg, None)
+
     def expire(self) -> None:
-        """End the requests whose deadline has passed; to be called about once a second."""
+        """End the requests, and the meetings, whose deadline has passed; to be called about once a second."""
         now = self.clock.now()
+        for leg in _due(self._meeting, now):
+            if self._meeting.pop(leg, None) is not None:  # one may end others of its request
+                _guarded(leg.too_late)
         for exchange in _due(self._ended, now):
             del self._ended[exchange]
             _guarded(exchange.abandon)
@@ -199,12 +220,12 @@ def draining() -> GatewayError:
     return GatewayError("draining", "the gateway is shutting down", retry_after=_DRAIN_RETRY_AFTER)
 
 
-def _due(deadlines: dict[Mortal, float], now: float) -> list[Mortal]:
+def _due(deadlines: dict[_Timed, float], now: float) -> list[_Timed]:
     due = []
-    for exchange, deadline in deadlines.items():
+    for one, deadline in deadlines.items():
         if deadline > now:
             break
-        due.append(exchange)
+        due.append(one)
     return due
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, never_fetched
 from extproc.exchange.clock import LEFTOVER_SECONDS, PUSH_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
-from extproc.exchange.failures import charge
+from extproc.exchange.failures import apart, charge, waited_in_vain
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
 from extproc.exchange.orders import send_orders, settle, unpin
@@ -30,6 +30,10 @@ _ASK_AT_THEIR_END: Final = frozenset({"chat", "completions", "messages", "respon
 
 class PrefillEvents(Protocol):
     """What a prefill leg tells of itself; nothing any more once it was dropped."""
+
+    @property
+    def fetched(self) -> bool:
+        """The decode has shown that it has the KV cache."""
 
     def guarded(self, step: Callable[[], None]) -> None:
         """Do ``step``; a defect in it ends the request and nothing else."""
@@ -135,6 +139,8 @@ class PrefillLeg:
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
         self._turn = worker.begin(self._tokens)
         self._decoding = gateway.clock.now()
+        if plan.rooms and gateway.config.bootstrap_timeout:
+            gateway.to_meet(self)
         self.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
 
     def drop(self) -> None:
@@ -142,15 +148,34 @@ class PrefillLeg:
         leg = self._leg
         if leg is None or self._limit is not None:
             return
-        pair, handoff = self._placed
-        gateway = self._session.gateway
-        if handoff.lets_finish:
-            self._limit = gateway.clock.after(LEFTOVER_SECONDS, self._give_up)
+        if self._placed.handoff.lets_finish:
+            self._limit = self._session.gateway.clock.after(LEFTOVER_SECONDS, self._give_up)
             return
         leg.cancel()
         self._over()
+        self._abort()
+
+    def too_late(self) -> None:
+        """It is answered when its decode has the KV cache, which should be so by now: end it as one that failed.
+
+        The engines themselves wait no longer, each for the other, and say so in an error 500 of their own.
+        """
+        leg = self._leg
+        if leg is None or self._limit is not None or self._events.fetched:
+            return
+        gateway = self._session.gateway
+        leg.cancel()
+        events = self._over()
+        self._session.record.prefill_ended = gateway.clock.now()
+        error = waited_in_vain(f"not within {gateway.config.bootstrap_timeout:g} s")
+        events.guarded(lambda: events.prefill_failed(self, apart(self._placed.pair, self.plan.rooms, error)))
+        self._abort()
+
+    def _abort(self) -> None:
+        """End its work on its worker."""
+        pair, handoff = self._placed
         aborts = handoff.aborts(self.plan)
-        send_orders(gateway, self._head, [(pair.prefill,)], aborts, self._session.record.request_id)
+        send_orders(self._session.gateway, self._head, [(pair.prefill,)], aborts, self._session.record.request_id)
 
     def unpin(self, error: GatewayError) -> None:
         """Free what a decode keeps for it: it failed with ``error``, and the decode's leg has ended, or soon will."""
@@ -212,7 +237,7 @@ class PrefillLeg:
             return
         events = self._over()
         self._session.record.prefill_ended = self._session.gateway.clock.now()
-        events.prefill_failed(self, error)
+        events.prefill_failed(self, apart(self._placed.pair, self.plan.rooms, error))
 
     def _let_finish(self) -> None:
         """It has ended by itself."""
@@ -230,5 +255,6 @@ class PrefillLeg:
         events = self._events
         del self._events
         self._leg = self._limit = None
+        self._session.gateway.met(self)
         self._placed.pair.prefill.end(self._turn, self._tokens)
         return events

@@ -181,6 +181,11 @@ class RpcDirectCourse(DirectCourse):
         """See ReplyEvents."""
         return self._leg is not None and self._leg.out
 
+    @property
+    def fetched(self) -> bool:
+        """See PrefillEvents."""
+        return self._reply is not None and self._reply.heard
+
     def _pass_refusal(self, error: GatewayError) -> None:
         session = self._session
         record = session.record

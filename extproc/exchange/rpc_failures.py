@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from extproc.engines.status import CONSTRAINT_TRAILER, http_of
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer
-from extproc.exchange.failures import failure_of
+from extproc.exchange.failures import failure_of, says_it_waited, waited_in_vain
 from extproc.names import LOCAL_REPLY
 from extproc.transport.interface import Header
 from extproc.workers.worker import Worker
@@ -45,6 +45,8 @@ class Verdict(NamedTuple):
         name = worker.role.value
         kind = "rejected" if 400 <= status < 500 else "failed"
         message = f"{name} worker {worker.name} answered {self.message or f'gRPC status {self.code}'}"
+        if status >= 500 and says_it_waited(self.message.encode()):
+            return waited_in_vain(message, status)
         return GatewayError(f"{name}_{kind}", message, status=status, answered=status)
 
 
