@@ -658,7 +658,7 @@ class Session:
         joint = joint_of(request, pair.prefill.runtime)
         if handoff.in_turn:
             self.keep_room(pair.decodes[0], joint.parts)
-        if joint.parts > 1 or joint.prompt_logprobs:
+        if joint.parts > 1 or joint.needs_prefill:
             check_parts(request, joint, gateway.config.max_payload_bytes)
             attempts = Attempts(gateway.config.retry, self.deadline)
             choice = PairChoice(gateway, request, pair.prefill, handoff)

@@ -24,6 +24,7 @@ from extproc.merge.as_is import AsIs
 from extproc.merge.parts import Joint, Split, joint_of
 from extproc.merge.prompt_logprobs import CompletionLogprobs, GenerateLogprobs
 from extproc.merge.raw_json import RawObject, bad_reply, encode, is_null, raw, raw_list, raw_object
+from extproc.merge.routed_experts import RoutedExperts
 from extproc.merge.samples import merged_choices, merged_items, renumber
 from extproc.merge.sse import DONE, Event, EventSplitter
 from extproc.merge.vllm_prompt import VllmPrefill
@@ -70,7 +71,7 @@ class _PrefillAnswer(Protocol):
 def joined_answer(request: InferenceRequest, joint: Joint | None = None) -> JoinedAnswer:
     """The answer to ``request``, put together as ``joint`` says; where it is not given, as SGLang needs it."""
     joint = joint or joint_of(request, "sglang")
-    if joint.split is Split.NONE and not joint.prompt_logprobs:
+    if joint.split is Split.NONE and not joint.needs_prefill:
         return AsIs(request)
     return JoinedStream(request, joint) if request.stream else JoinedBody(request, joint)
 
@@ -78,14 +79,18 @@ def joined_answer(request: InferenceRequest, joint: Joint | None = None) -> Join
 def _prefill_answer(request: InferenceRequest, joint: Joint, body: bytes) -> _PrefillAnswer:
     if joint.runtime == "vllm":
         return VllmPrefill(request, body)
-    if request.api is GENERATE:
-        return GenerateLogprobs(body, request.prompts)
-    return CompletionLogprobs(body)
+    if not joint.routed_experts:
+        return _logprobs(request, body)
+    return RoutedExperts(body, _logprobs(request, body) if joint.prompt_logprobs else None)
+
+
+def _logprobs(request: InferenceRequest, body: bytes) -> _PrefillAnswer:
+    return GenerateLogprobs(body, request.prompts) if request.api is GENERATE else CompletionLogprobs(body)
 
 
 def _is_wanted(joint: Joint, body: bytes) -> bool:
     """Whether a prefill's answer has something to add; a vLLM server's, where it is there, always has its counts."""
-    return joint.prompt_logprobs or (joint.runtime == "vllm" and bool(body))
+    return joint.needs_prefill or (joint.runtime == "vllm" and bool(body))
 
 
 class JoinedBody:
@@ -96,7 +101,7 @@ class JoinedBody:
     def __init__(self, request: InferenceRequest, joint: Joint) -> None:
         self._request = request
         self._joint = joint
-        self.needs_prefill = joint.prompt_logprobs
+        self.needs_prefill = joint.needs_prefill
         self.complete = False
         self._prefills: dict[int, bytes] = {}
         self._decodes = [bytearray() for _ in range(joint.parts)]
@@ -171,7 +176,7 @@ class JoinedStream:
     def __init__(self, request: InferenceRequest, joint: Joint) -> None:
         self._request = request
         self._joint = joint
-        self.needs_prefill = joint.prompt_logprobs
+        self.needs_prefill = joint.needs_prefill
         self.complete = False
         self._parts = [_PartStream() for _ in range(joint.parts)]
         self._identity: RawObject = {}  # of the first chunk: one answer has one

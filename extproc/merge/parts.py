@@ -14,6 +14,7 @@ from functools import lru_cache
 from extproc.apis.json_object import Edits, LegEdits
 from extproc.apis.request import InferenceRequest
 from extproc.errors import GatewayError
+from extproc.merge.routed_experts import wants_routed_experts
 from extproc.merge.split import sample_edits
 from extproc.merge.vllm_prompt import decode_edits, prefill_edits, wants_prompt_logprobs
 
@@ -35,6 +36,7 @@ class Joint:
         split: what the parts are.
         parts: how many pairs of legs there are, at least 1.
         prompt_logprobs: the prefill legs compute the prompt's log probabilities, so their answers are needed.
+        routed_experts: they tell the experts of the prompt's tokens, so the same.
         prompts: the raw items of the list of prompts, for ``Split.PROMPTS``.
     """
 
@@ -43,10 +45,16 @@ class Joint:
     parts: int = 1
     prompt_logprobs: bool = False
     prompts: tuple[bytes, ...] = ()
+    routed_experts: bool = False
+
+    @property
+    def needs_prefill(self) -> bool:
+        """The bodies of the prefill legs' answers are needed for the client's."""
+        return self.prompt_logprobs or self.routed_experts
 
     def without_prefills(self) -> Joint:
         """The same where the decode workers do without prefill legs: they compute all that is asked for themselves."""
-        return replace(self, prompt_logprobs=False)
+        return replace(self, prompt_logprobs=False, routed_experts=False)
 
 
 @lru_cache(64)
@@ -61,10 +69,11 @@ def joint_of(request: InferenceRequest, runtime: str) -> Joint:
         GatewayError: ``invalid_type`` for what the engine refuses, but would not refuse of the legs it is split into.
     """
     if runtime != "vllm":
-        if request.samples == 1 and not request.prompt_logprobs:
+        experts = wants_routed_experts(request)
+        if request.samples == 1 and not request.prompt_logprobs and not experts:
             return _whole(runtime)  # most requests
         split = Split.SAMPLES if request.samples > 1 else Split.NONE
-        return Joint(runtime, split, request.samples, request.prompt_logprobs)
+        return Joint(runtime, split, request.samples, request.prompt_logprobs, routed_experts=experts)
     if request.samples > 1:
         return Joint(runtime)
     wanted = wants_prompt_logprobs(request)
