@@ -10,6 +10,8 @@ from rpc_rig import Answer, RpcRig
 
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import HEAD_SECONDS
+from extproc.exchange.gateway import GatewayConfig
+from extproc.settings import Settings
 from extproc.workers.worker import Role
 
 PATH = "/v1/chat/completions"
@@ -103,6 +105,12 @@ def test_legs_that_have_met_are_left_alone():
         client.close()
     rig.clock.advance(1)
     rig.assert_nothing_is_left()
+
+
+def test_the_engines_own_time_is_longer():
+    """After 300 s each of them gives up for itself, in a way that tells a client nothing."""
+    default = Settings.model_fields["pd_bootstrap_timeout_secs"].default
+    assert default == GatewayConfig().bootstrap_timeout == LIMIT < 300
 
 
 def test_the_time_is_the_operators():
