@@ -145,10 +145,18 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
         await product.fleet(lambda workers: worker not in workers and any(w.usable for w in at(workers, successor)))
 
         # Not ready: no new requests; ready again: used again.
+        (worker,) = at(list(product.service.registry), successor)
         cluster.show(successor, uid="a third", ready=False)
-        await product.fleet(lambda workers: not at(workers, successor))
+        await product.fleet(lambda _: not worker.usable)
+        successor.clear()
+        for _ in range(4):
+            assert (await product.post(PATH, chat())).status == 200
+        assert not successor.legs
         cluster.show(successor, uid="a third")
-        await usable(product, successor)
+        await product.fleet(lambda _: worker.usable)
+        for _ in range(4):
+            assert (await product.post(PATH, chat())).status == 200
+        assert successor.legs
 
 
 async def test_pods_that_vanish_in_a_gap_and_workers_of_others(cluster: Cluster) -> None:

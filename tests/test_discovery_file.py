@@ -48,7 +48,7 @@ def test_forms(content: str) -> None:
     assert (prefill.bootstrap_port, prefill.api_key, decode.api_key) == (8998, "gateway's", "own")
     assert prefill.labels == {"zone": "a", "smg.ai/discovery-provider": "file"}
     assert str(decode.url) == "grpc://d:8000"
-    assert all(wanted.protocol_known for wanted in found.values())
+    assert all(wanted.protocol_known and wanted.ready for wanted in found.values())
 
 
 def test_a_fleet_without_workers() -> None:

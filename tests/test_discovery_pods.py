@@ -121,7 +121,11 @@ def test_a_pod_of_several_selectors_has_the_first_role() -> None:
 def test_states(more: dict[str, Any], state: PodState) -> None:
     reading = read(pod(**more))
     assert reading.state is state
-    assert bool(reading.workers) is (state is PodState.READY)
+    # One that starts, or does not answer its probe, may have a worker; one that goes does not.
+    assert [wanted.ready for wanted in reading.workers] == {
+        PodState.READY: [True],
+        PodState.NOT_READY: [] if more.get("ip", "") is None else [False],
+    }.get(state, [])
 
 
 def test_a_pod_of_which_little_is_known() -> None:
@@ -319,13 +323,14 @@ def test_an_address_belongs_to_the_younger_pod() -> None:
 
 _URLS = [f"http://10.0.0.{index}:80" for index in range(4)] + ["grpc://10.0.0.1:80"]
 _WANTED = st.builds(
-    lambda url, role, owner, port: Wanted(
-        registration({"url": url, "worker_type": role, "bootstrap_port": port}), url, owner
+    lambda url, role, owner, port, ready: Wanted(
+        registration({"url": url, "worker_type": role, "bootstrap_port": port}), url, owner, ready=ready
     ),
     st.sampled_from(_URLS),
     st.sampled_from(["prefill", "encode"]),
     st.sampled_from("abc"),
     st.sampled_from([1, 2]),
+    st.booleans(),
 )
 _FLEET = st.lists(_WANTED, max_size=8).map(by_key)
 
@@ -346,30 +351,39 @@ def take(known: dict[Key, Wanted], wanted: dict[Key, Wanted]) -> list[tuple[Step
 def test_steps_lead_to_what_is_wanted(fleets: list[dict[Key, Wanted]]) -> None:
     known: dict[Key, Wanted] = {}
     for wanted in fleets:
+        before = dict(known)
         done = take(known, wanted)
         assert len({key for _, key in done}) == len(done), "one step for each"
-        assert known.keys() == wanted.keys()
         for key, is_wanted in wanted.items():
-            assert (known[key].spec, known[key].owner) == (is_wanted.spec, is_wanted.owner)
+            if is_wanted.ready:
+                assert known[key].spec == is_wanted.spec
+                assert known[key].owner == is_wanted.owner
+            elif key in known:  # kept: the same pod, as it is registered now
+                assert (known[key].owner, before[key].owner) == (is_wanted.owner, is_wanted.owner)
+        assert known.keys() <= wanted.keys()
         assert not list(steps(known, wanted)), "nothing is left to do"
         kinds = [step for step, _ in done]
         assert Step.REMOVE not in kinds[kinds.index(Step.ADD) :] if Step.ADD in kinds else True
 
 
-def wanted(url: str = _URLS[0], owner: str = "a", port: int = 1) -> dict[Key, Wanted]:
+def wanted(url: str = _URLS[0], owner: str = "a", port: int = 1, *, ready: bool = True) -> dict[Key, Wanted]:
     spec = registration({"url": url, "worker_type": "prefill", "bootstrap_port": port})
-    return by_key([Wanted(spec, "p", owner)])
+    return by_key([Wanted(spec, "p", owner, ready=ready)])
 
 
 @pytest.mark.parametrize(
     ("before", "after", "step"),
     [
         (wanted(), wanted(), None),
+        (wanted(), wanted(ready=False), None),
         (wanted(), wanted(port=2), Step.CHANGE),
+        (wanted(), wanted(port=2, ready=False), Step.CHANGE),
         (wanted(), wanted(owner="b"), Step.REPLACE),
+        (wanted(), wanted(owner="b", ready=False), Step.REMOVE),
         (wanted(_URLS[1]), wanted(_URLS[4]), Step.REPLACE),
         (wanted(), {}, Step.REMOVE),
         ({}, wanted(), Step.ADD),
+        ({}, wanted(ready=False), None),
     ],
 )
 def test_each_step(before: dict[Key, Wanted], after: dict[Key, Wanted], step: Step | None) -> None:

@@ -18,6 +18,7 @@ from extproc.discovery.registrar import Registrar
 from extproc.discovery.state import DiscoveryState
 from extproc.discovery.wanted import Key, Wanted, by_key
 from extproc.mock import SglangMock
+from extproc.workers.changes import Change
 from extproc.workers.metadata import Metadata
 from extproc.workers.registration import patched, registration
 from extproc.workers.registry import Registry
@@ -161,6 +162,54 @@ async def test_what_is_changed_by_hand_stays_until_the_pod_says_something_else(r
     assert worker.labels["zone"] == "z"
     rig.want(found(bootstrap_port=2, models=[{"id": "m"}]))
     assert (worker.labels, worker.bootstrap_port) == ({}, 2)
+
+
+async def test_a_worker_whose_pod_is_not_ready_waits_where_it_is(rig: Rig) -> None:
+    rig.want(replace(found(), ready=False))
+    assert rig.there == [], "it has never been ready"
+    rig.want(found())
+    worker = rig.worker
+    rig.registry.place(worker, "10.0.0.1")
+    rig.registry.set_status(worker, Status.READY)
+    await until(rig.registry, lambda: worker.usable)
+    worker.begin()
+    told: list[Change] = []
+    rig.registry.subscribe(lambda _, change: told.append(change))
+    rig.want(replace(found(), ready=False))
+    assert (worker.status, worker.usable, worker.works) == (Status.READY, False, True)
+    assert rig.registry.usable(Role.PREFILL, None) == ()
+    assert rig.registry.healthy(Role.PREFILL) == (worker,)
+    assert rig.registry.trouble(worker) == "its pod is not ready"
+    assert "its pod is not ready" in rig.registry.readiness().reason
+    rig.want(replace(found(), ready=False))
+    rig.want(found())
+    assert rig.registry.usable(Role.PREFILL, None) == (worker,)
+    assert told == [Change.CORDON] * 2, "nothing that is known of it was dropped"
+    assert rig.state.changes == {"added": 1}
+    rig.want(replace(found(owner="b"), ready=False))
+    assert rig.there == [], "that is another pod"
+    worker.end(0)
+
+
+async def test_of_several_ranks_all_wait(rig: Rig) -> None:
+    registry = Registry(FakeEnvoy().publish, dp_aware=True)
+    registrar = Registrar(registry, rig.state)
+    registrar.want(by_key([found()]))
+    registrar.want(by_key([replace(found(), ready=False)]))
+    registry.describe(next(iter(registry)), Metadata(model_ids=("m",), dp_size=2))
+    assert [bool(worker.cordoned) for worker in registry] == [True, True]
+    registrar.want(by_key([found()]))
+    assert [bool(worker.cordoned) for worker in registry] == [False, False]
+    await registry.close()
+
+
+async def test_a_pod_that_is_no_longer_ready_when_its_server_answers(rig: Rig) -> None:
+    rig.want(found(known=False))
+    await eventually(lambda: rig.asked.times)
+    rig.want(replace(found(known=False), ready=False))
+    rig.asked.answers.put_nowait("http")
+    await until(rig.registry, lambda: rig.there)
+    assert rig.worker.cordoned == "its pod is not ready"
 
 
 # --- protocols ---

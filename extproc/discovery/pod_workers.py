@@ -117,7 +117,7 @@ class PodReading:
     """What a pod comes to.
 
     Attributes:
-        workers: one for each of its ports; none unless it is ready and can be served.
+        workers: one for each of its ports; none when it is going, has no address yet or cannot be served.
         problem: why it cannot be served; empty when it can.
         warnings: what of its annotations is not obeyed.
     """
@@ -130,7 +130,7 @@ class PodReading:
 
 
 def read_pod(pod: Pod, rules: PodRules) -> PodReading | None:
-    """What ``pod`` comes to; None when it is nothing of ours. What is wrong with it is said before it is ready."""
+    """What ``pod`` comes to; None when it is nothing of ours."""
     role = rules.role_of(pod.metadata.labels or {})
     if role is None:
         return None
@@ -142,7 +142,7 @@ def read_pod(pod: Pod, rules: PodRules) -> PodReading | None:
         workers = _workers(pod, role, rules, warnings)
     except (ValueError, RegistrationError) as error:
         return PodReading(role, state, problem=str(error), warnings=tuple(warnings))
-    return PodReading(role, state, workers if state is PodState.READY else (), warnings=tuple(warnings))
+    return PodReading(role, state, workers, warnings=tuple(warnings))
 
 
 def _workers(pod: Pod, role: Role, rules: PodRules, warnings: list[str]) -> tuple[Wanted, ...]:
@@ -177,6 +177,7 @@ def _workers(pod: Pod, role: Role, rules: PodRules, warnings: list[str]) -> tupl
                 name=pod.name,
                 owner=pod.metadata.uid,
                 since=pod.metadata.created or "",
+                ready=pod.state is PodState.READY,
                 protocol_known=False,
             )
         )

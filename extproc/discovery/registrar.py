@@ -20,6 +20,7 @@ _AT_ONCE: Final = 256  # servers that are asked which protocol they speak; some 
 _ASK_SECONDS: Final = 5.0  # for an answer
 _FIRST_PAUSE: Final = 0.5  # seconds between two questions to a server
 _LONGEST_PAUSE: Final = 5.0
+_NOT_READY: Final = "its pod is not ready"
 
 _log: Final = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class _Entry:
 class Registrar:
     """Makes ``registry`` follow what is found. ``ask`` is :func:`extproc.discovery.protocol.protocol_of`.
 
-    A worker that is removed by hand stays away until its pod is another one, or was not ready meanwhile, and what is
-    changed by hand stays so until the pod says something else.
+    A worker that is removed by hand stays away until its pod is another one, and what is changed by hand stays so
+    until the pod says something else. One whose pod is not ready stays where it is, and is given no new requests.
     """
 
     def __init__(self, registry: Registry, state: DiscoveryState, ask: Ask = protocol_of) -> None:
@@ -72,7 +73,9 @@ class Registrar:
                 case Step.ADD:
                     self._add(wanted[key])
         for key, entry in self._entries.items():
-            entry.wanted = wanted[key]
+            if entry.wanted is not wanted[key]:
+                entry.wanted = wanted[key]
+                self._set_ready(entry)
 
     async def close(self) -> None:
         """Find and register nobody any more; the workers stay."""
@@ -101,7 +104,13 @@ class Registrar:
             extra = _named(entry.wanted) | {"worker_id": error.worker.id}
             _log.info("found a worker that somebody else registered: it is left as it is", extra=extra)
             return
+        self._set_ready(entry)
         _log.info("found a worker", extra=_named(entry.wanted) | {"worker_id": entry.worker.id})
+
+    def _set_ready(self, entry: _Entry) -> None:
+        worker = self._own(entry)
+        if worker is not None:
+            self._registry.cordon(worker, "" if entry.wanted.ready else _NOT_READY)
 
     def _change(self, entry: _Entry, wanted: Wanted) -> None:
         worker = self._own(entry)

@@ -18,14 +18,18 @@ class Step(Enum):
 
 
 def steps(known: Mapping[Key, Wanted], wanted: Mapping[Key, Wanted]) -> Iterator[tuple[Step, Key]]:
-    """What leads from ``known`` to ``wanted``, what ends first: an address may be free for another role then."""
+    """What leads from ``known`` to ``wanted``, what ends first: an address may be free for another role then.
+
+    What is wanted and not ready is no reason to add anything, and neither to remove the worker of the same pod.
+    """
     for key in known.keys() - wanted.keys():
         yield Step.REMOVE, key
     added = []
     for key, now in wanted.items():
         before = known.get(key)
         if before is None:
-            added.append(key)
+            if now.ready:
+                added.append(key)
         elif before is not now:
             step = _step(before, now)
             if step is not None:
@@ -36,5 +40,5 @@ def steps(known: Mapping[Key, Wanted], wanted: Mapping[Key, Wanted]) -> Iterator
 
 def _step(before: Wanted, now: Wanted) -> Step | None:
     if (before.owner, before.spec.url) != (now.owner, now.spec.url):
-        return Step.REPLACE
+        return Step.REPLACE if now.ready else Step.REMOVE
     return None if before.spec == now.spec else Step.CHANGE

@@ -32,6 +32,7 @@ class Wanted:
         name: the pod's ``namespace/name``, or the entry's URL; for people.
         owner: the pod's uid: another one at the same address is another worker. Empty in a file.
         since: when the pod was made (RFC 3339, UTC); of two at one address the younger counts.
+        ready: an unready one is kept, but not added, and is given no new requests.
         key: what it is told from others by; made once, because all are looked at after every change.
     """
 
@@ -39,6 +40,7 @@ class Wanted:
     name: str
     owner: str = ""
     since: str = ""
+    ready: bool = True
     protocol_known: bool = True
     key: Key = field(init=False)
 
@@ -47,7 +49,7 @@ class Wanted:
 
 
 def by_key(found: Iterable[Wanted]) -> dict[Key, Wanted]:
-    """One for each address and role: of several the youngest.
+    """One for each address and role: of several a ready one, of several of these the youngest.
 
     An address passes from a pod that is gone to a new one before everybody has heard of the end of the first.
     """
@@ -55,6 +57,6 @@ def by_key(found: Iterable[Wanted]) -> dict[Key, Wanted]:
     for wanted in found:
         key = wanted.key
         other = chosen.get(key)
-        if other is None or (other.since, other.owner) < (wanted.since, wanted.owner):
+        if other is None or (other.ready, other.since, other.owner) < (wanted.ready, wanted.since, wanted.owner):
             chosen[key] = wanted
     return chosen

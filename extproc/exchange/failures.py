@@ -122,7 +122,7 @@ def charge(workers: Sequence[Worker], error: GatewayError, turn: int, partner: W
             KV cache (seen with vLLM and SGLang), which is not its fault.
     """
     _, _, kind = error.fault.code.partition("_")
-    if kind == "failed" and partner is not None and not partner.usable:
+    if kind == "failed" and partner is not None and not partner.works:
         kind = ""
     for worker in workers:
         if error.answered:

@@ -19,6 +19,7 @@ class Change(Enum):
     ADDED = "added"
     STATUS = "status"  # its status is another
     CIRCUIT = "circuit"  # its circuit breaker lets more or less through
+    CORDON = "cordon"  # it is given no new requests for now, or is again
     OVERLOAD = "overload"  # its engine has too much to do, or not any more
     IDENTITY = "identity"  # its models, labels, ports, engine cores or runtime may be others
     SPEC = "spec"  # its registration is another: whoever goes by it reads it again

@@ -105,7 +105,7 @@ class Index:
 
     def healthy(self, role: Role) -> Sequence[Worker]:
         """See Registry."""
-        return tuple(worker for worker in self._workers() if worker.role is role and worker.usable)
+        return tuple(worker for worker in self._workers() if worker.role is role and worker.works)
 
     def pairs(self, model: str | None) -> Pairs:
         """See Registry. (Measured: 0.1 µs.)"""
@@ -187,7 +187,7 @@ class Index:
         return wider()
 
     def _build(self, role: Role) -> _OfRole:
-        usable = self.healthy(role)
+        usable = tuple(worker for worker in self.healthy(role) if worker.usable)
         models = dict.fromkeys(model for worker in usable for model in worker.model_ids)
         side = partial(_Side.of, sheds=self._sheds)
         by_model: dict[str | None, _Side] = {

@@ -102,14 +102,14 @@ class KvEventFeed:
             self._look_at(worker)
 
     def _look_at(self, worker: Worker) -> None:
-        source = self._source_of(worker) if worker.usable else None
+        source = self._source_of(worker) if worker.works else None
         known = self._streams.get(worker)
         if known is not None and known[0] != source:
             self._drop(worker)
             known = None
         if known is None and source is not None:
             self._follow(worker, source)
-        if not worker.usable:
+        if not worker.works:
             self._complaints.pop(worker, None)
 
     def _source_of(self, worker: Worker) -> Source | None:

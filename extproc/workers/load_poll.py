@@ -84,7 +84,7 @@ def sources_of(worker: Worker) -> Sequence[Source]:
 
 def is_asked(worker: Worker) -> bool:
     """Whether it is of interest how loaded the worker is: it is used."""
-    return worker.usable
+    return worker.works
 
 
 class _FailedError(Exception):

@@ -44,7 +44,10 @@ def _why(workers: Sequence[Worker]) -> str:
 
     It is told to whoever asks, without a key. Other reasons may hold addresses of workers.
     """
-    reasons = (worker.reason if worker.reason.startswith(CANNOT_LEARN) else worker.unserved for worker in workers)
+    reasons = (
+        worker.reason if worker.reason.startswith(CANNOT_LEARN) else worker.unserved or worker.cordoned
+        for worker in workers
+    )
     return next((f"; {reason}" for reason in reasons if reason), "")
 
 

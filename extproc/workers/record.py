@@ -49,6 +49,7 @@ class Record:
         worker.kv_engines = ()  # those that the server has are shared out to its ranks
         worker.status, worker.reason = record.told = self.told
         worker.endpoint, worker.ip = self.worker.endpoint, self.worker.ip
+        worker.cordoned = self.worker.cordoned
         record.joined, record.replaced = self.joined, self.replaced
         if self.found is not None:
             record.describe(self.found, ranks_known=ranks_known)

@@ -140,6 +140,18 @@ class Registry(Roster):
             self._set_status(record, Status.DRAINING, "being removed")
         self._draining.begin(self._drain(server), server)
 
+    def cordon(self, worker: Worker, reason: str) -> None:
+        """Give the worker no new requests for now, for ``reason``; empty: give it some again.
+
+        Unlike one that is out it is probed, followed and trusted as before, and its requests go on. All ranks of a
+        server are alike.
+        """
+        for record in self._entries(worker):
+            if record.worker.cordoned != reason:
+                record.worker.cordoned = reason
+                _logger.info("worker cordoned" if reason else "worker uncordoned", extra=named(record.worker))
+                self._tell(record.worker, Change.CORDON)
+
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Call ``callback`` at every change, at once and synchronously. Returns what ends the subscription."""
         return self._subscribers.add(callback)

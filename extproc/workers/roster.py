@@ -86,14 +86,14 @@ class Roster:
 
     def trouble(self, worker: Worker) -> str:
         """Why the worker is not usable, or what is wrong although it is; empty when all is well."""
-        known = worker.reason or worker.unserved or worker.no_tokenizer
+        known = worker.reason or worker.unserved or worker.cordoned or worker.no_tokenizer
         if known or worker.status is not Status.READY or worker.endpoint is not None:
             circuit = worker.breaker.explain() if worker.status is Status.READY else ""
             busy = f"overloaded: {worker.overloaded}" if worker.overloaded else ""
             alone = self._index.all_pairs(None).why_alone(worker) if worker.usable else ""
             unserved = worker.unserved if worker.status is Status.READY else ""
             mute = f"no tokenizer: {worker.no_tokenizer}" if worker.no_tokenizer else ""
-            return "; ".join(filter(None, (worker.reason, unserved, mute, circuit, busy, alone)))
+            return "; ".join(filter(None, (worker.reason, unserved, worker.cordoned, mute, circuit, busy, alone)))
         return ": ".join(filter(None, ("Envoy has not acknowledged its endpoint", self._refusal())))
 
     def has_joined(self, worker: Worker) -> bool:

@@ -190,6 +190,8 @@ class Worker:
     breaker: Breaker = field(default_factory=Breaker, repr=False)
     reason: str = ""  # why the worker is not usable, or what is wrong although it is; for people
     unserved: str = ""  # why it is given no requests however healthy it is; for people. Envoy is not told of it
+    # Why it is given no new requests for now although it is well; for people. All that is known of it holds meanwhile.
+    cordoned: str = field(default="", init=False)
     # Over gRPC: why prompts for it cannot be made tokens (:mod:`extproc.text.library`), for people; empty: they can.
     no_tokenizer: str = ""
     ip: str | None = None  # where its host name leads, without brackets; None until it is resolved
@@ -264,9 +266,14 @@ class Worker:
         return self.ranks[0] if self.ranks else self
 
     @property
+    def works(self) -> bool:
+        """Is well, and has requests under way or may have some."""
+        return self.status is Status.READY and self.endpoint is not None and not self.unserved
+
+    @property
     def usable(self) -> bool:
         """May be given a request now."""
-        return self.status is Status.READY and self.endpoint is not None and not self.unserved
+        return self.works and not self.cordoned
 
     @property
     def sought(self) -> bool:
