@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import uvloop
 from http2_client import Http2Client
+from standstill import watched
 
 import extproc  # noqa: F401  # which must come before the tests' grpcio
 
@@ -27,6 +28,13 @@ def pytest_asyncio_loop_factories(
     if item.path.name.startswith(PRODUCT):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _machine() -> Iterator[None]:
+    """What is to happen at once may be late by what the machine stands still; see standstill.Within."""
+    with watched():
+        yield
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -222,7 +222,7 @@ async def test_a_second_signal_does_not_wait(programs: Programs, workers: Worker
     gateway.signal(number)
     assert b"[DONE]" not in await exchange.cut()
     assert await gateway.ended() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # the stream would go on for 100 s
     assert _is_gone(gateway.run_dir)
 
 
@@ -234,7 +234,7 @@ async def test_the_grace_period_ends(programs: Programs, workers: Workers):
     gateway.signal(signal.SIGTERM)
     await exchange.cut()
     assert await gateway.ended() == 0
-    assert 0.9 < time.monotonic() - began < 6
+    assert 0.9 < time.monotonic() - began < 60  # likewise
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ async def test_workers_as_programs(run_dir: Path):
     finally:
         for process in (prefill, decode):
             process.terminate()
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
 
 
 # -- the other commands -----------------------------------------------------------------------------------------------

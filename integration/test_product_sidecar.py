@@ -68,6 +68,12 @@ class Apart:
                     return
                 await asyncio.sleep(0.02)
 
+    async def until_served(self) -> None:
+        """An Envoy that was there before the sidecar hears of the workers when it asks again, within a second."""
+        async with asyncio.timeout(PATIENCE):
+            while (await self.client.post(PATH, CHAT)).status == 503:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.02)
+
     async def start_envoy(self) -> None:
         await self.envoy.start()
         self.client = Client(*self.envoy.client_address)
@@ -87,6 +93,7 @@ async def apart() -> AsyncIterator[Apart]:
             await apart.start_sidecar()
             await apart.start_envoy()
             await apart.until("/readiness", 200)
+            await apart.until_served()
             yield apart
             await apart.client.close()
             await apart.envoy.stop(0)
@@ -148,7 +155,7 @@ async def test_a_killed_sidecar_is_a_503_in_json_until_it_returns(apart: Apart):
 
 
 async def test_a_sidecar_that_stops_in_order_lets_requests_finish(apart: Apart):
-    apart.decode.fail(Fault(delay_token=0.05, tokens=15))
+    apart.decode.fail(Fault(delay_token=0.05, tokens=80))
     stream = await apart.client.open(PATH, {**CHAT, "stream": True})
     await stream.until(b"data: ")
     stopping = asyncio.create_task(apart.stop_sidecar())

@@ -143,14 +143,16 @@ def explained(seen: Seen, record: Record | None, absences: list[Absence]) -> boo
 
 
 def _explained_by(absence: Absence, seen: Seen) -> frozenset[End]:
-    """The ends of a request whose worker refuses or dies; its removal explains nothing."""
+    """The ends of a request whose worker refuses or dies. Its removal explains nothing; that it is back, of what Envoy
+    says itself: a busy thread of its hears of an endpoint after another has acknowledged it.
+    """
     question = seen.visit.question
     if question is None:  # while a worker that is back has not said what it serves, it may be any model
         unsure = End(Kind.ERROR, 503, "no_available_workers")
         return frozenset({unsure} if b'"huge"' in seen.visit.raw else ())
-    if absence.why is Why.REMOVED:
-        return frozenset()
     role = absence.role
+    if absence.why is Why.REMOVED:
+        return question.broken(f"{role}_unreachable", 503) if b" (UH)" in seen.reply.body else frozenset()
     return question.broken(f"{role}_connection_lost") | question.broken(f"{role}_unreachable", 503)
 
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from http_client import Exchange
 from product import PROMPT, soon
-from vllm_product import HANDING, WAYS, VllmProduct, of_all, once
+from vllm_product import HANDING, WAYS, VllmProduct, kept, of_all, once
 from vllm_requests import FEW, KIND, KINDS, parts_of
 
 from extproc.exchange.clock import TAKEN_SECONDS
@@ -66,7 +66,7 @@ async def test_between_the_legs(product: VllmProduct, kind, leave):
     exchange = await product.client.open(*KINDS[kind])
     decode = await product.busy(product.decodes)
     await decode.arrived(parts_of(kind))
-    assert sum(len(mock.pins) for mock in product.prefills) == parts_of(kind)
+    assert sum(len(kept(mock)) for mock in product.prefills) == parts_of(kind)
     left = leave(exchange)
     await product.settled()  # nothing is pinned any more
     see_prompt_ends(of_all(product.decodes), left)

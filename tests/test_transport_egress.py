@@ -303,7 +303,7 @@ async def test_without_a_listener_a_leg_is_unreachable_after_its_patience(client
         client.send(post(), b"hello", receiver)
     client.send(post(), b"hello", Receiver()).cancel()
     assert [await receiver.end() for receiver in receivers] == [Lost.UNREACHABLE] * 3
-    assert 0.3 <= time.monotonic() - begin < 2
+    assert 0.3 <= time.monotonic() - begin < 30
     assert client.connections_up == 0
 
 

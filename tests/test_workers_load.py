@@ -215,9 +215,12 @@ class TestMetrics:
     def test_a_large_page_takes_no_time_to_speak_of(self) -> None:
         page = recorded("vllm-0.32.0-metrics.txt")
         noise = b'vllm:e2e_request_latency_seconds_bucket{engine="0",le="0.3",model_name="tiny"} 0.0\n' * 12_000
-        began = time.perf_counter()
-        assert of_metrics(noise + page) == VLLM
-        assert time.perf_counter() - began < 0.1  # 1 MB; it takes 3 ms
+        took = []
+        for _ in range(20):  # one of them is not interrupted
+            began = time.perf_counter()
+            assert of_metrics(noise + page) == VLLM
+            took.append(time.perf_counter() - began)
+        assert min(took) < 0.1  # 1 MB; it takes 3 ms
 
 
 class TestSums:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 # Envoy is started by fork and exec, which needs none of grpcio's fork handlers; they would complain on stderr. Must be
 # set before grpcio starts.
@@ -28,6 +28,9 @@ from extproc.workers.endpoints import Endpoint, Health, Snapshot
 
 ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 TRANSPORT_SOCKET_MATCH = "envoy.transport_socket_match"
+# An Envoy acknowledges endpoints when its main thread has them; to its worker threads it has only sent them by then. A
+# request for a new one that is faster finds nobody there (seen on busy machines only).
+_SPREAD_SECONDS: Final = 0.025
 
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two servers on one port would share its Envoys without a word
@@ -110,13 +113,17 @@ class AdsServer:
             self._socket_file = None
 
     async def publish(self, snapshot: Snapshot, timeout: float = 5.0) -> None:  # noqa: ASYNC109  # part of the meaning
-        """Make ``snapshot`` what Envoys know; return when every connected one has acknowledged it.
+        """Make ``snapshot`` what Envoys know; return when every connected one has acknowledged it, and, of new
+        endpoints, has had a moment to tell its threads.
 
-        Returns at once when none is connected: one that connects later gets the snapshot before it serves. Raises
+        Returns at once when none is connected: one that connects later gets the snapshot before it serves, unless it
+        has been waiting for longer than it may (``initial_fetch_timeout``). Raises
         EndpointsRejectedError when an Envoy refuses it, EndpointsTimeoutError when one does not answer within
         ``timeout`` seconds. In both cases the snapshot stays published.
         """
+        new = False
         if snapshot != self._snapshot:
+            new = bool(_addresses(snapshot) - _addresses(self._snapshot))
             self._snapshot = snapshot
             self._version += 1
             for subscriber in self._subscribers:
@@ -129,6 +136,8 @@ class AdsServer:
             peers = ", ".join(sorted(subscriber.peer for subscriber in self._missing(version)))
             message = f"no acknowledgement of the endpoints within {timeout:g} s by {peers}"
             raise EndpointsTimeoutError(message) from None
+        if new and self.connected:
+            await asyncio.sleep(_SPREAD_SECONDS)
 
     def _missing(self, version: int) -> list[_Subscriber]:
         for subscriber in self._subscribers:
@@ -192,6 +201,11 @@ class AdsServer:
             _log.error("Envoy rejects endpoints version %d: %s", subscriber.sent, subscriber.rejection)
         else:
             subscriber.acked = subscriber.sent
+
+
+def _addresses(snapshot: Snapshot) -> set[tuple[str, str]]:
+    named = {"prefill": snapshot.prefill, "decode": snapshot.decode}
+    return {(role, endpoint.address) for role, endpoints in named.items() for endpoint in endpoints}
 
 
 def _ended(reader: asyncio.Task[None], subscriber: _Subscriber) -> None:
