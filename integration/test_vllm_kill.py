@@ -62,10 +62,15 @@ FLEETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 # vLLM sends a stream's head when it takes a request in. What dies after that takes an answer with it that says nothing
 # yet. Of the requests under way these can be a few: a decode's first token takes milliseconds.
 EARLY_HEADS = {"nixl": 4, "mooncake": 4, "sglang": 0}
-# A prefill with NIXL that dies between its answer and the decode's reading: the engine says so in the stream.
-UNREAD = {"nixl": 4, "mooncake": 0, "sglang": 0}
+# A prefill with NIXL that dies between its answer and the decode's reading: the engine says so in the stream. SGLang's
+# /generate sends a stream's head at once, which is held for the prefill's fate for 30 ms and no longer: what a busy
+# prefill then takes along is cut.
+UNREAD = {"nixl": 4, "mooncake": 0, "sglang": 4}
 # Its Messages stumble over that event, and pass on what they stumbled over.
-ENGINES_WORD = {"messages stream": "validation errors for ChatCompletionStreamResponse"}
+ENGINES_WORD = {
+    "messages stream": "validation errors for ChatCompletionStreamResponse",
+    "generate stream": "the answer was cut after b''",
+}
 # A decode whose head has got as far as Envoy as it dies: Envoy has nothing to pass on and answers by itself.
 ON_ITS_WAY = 2
 ENVOYS_OWN = "the decode worker closed the connection before it answered"
