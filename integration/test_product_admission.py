@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from http_client import Exchange, Reply
 from product import Product, soon
+from standstill import Within
 from vllm_product import VllmProduct
 
 from extproc.exchange.record import Record
@@ -132,10 +133,12 @@ async def test_a_storm_in_which_every_third_client_leaves_while_it_waits(engines
         assert len(served) == len(stay)
         order = sent_in_order(served)
         assert order == sorted(order, key=lambda name: int(name[1:]))
-        # Some may have been let in before it was seen that they have left; none of those that had not, has a leg.
+        # Some may have been let in before it was seen that they have left; none of those that had not, has a leg. A leg
+        # that ends at once may never get to its worker.
         gone = [record for record in product.records.all if not record.status]
         assert {record.request_id.decode() for record in gone} == left
-        assert sum(len(mock.legs) for mock in product.prefills) == len(served) + sum(r.sent > 0 for r in gone)
+        legs = sum(len(mock.legs) for mock in product.prefills)
+        assert len(served) <= legs <= len(served) + sum(record.sent > 0 for record in gone)
         assert peak.slots <= AT_ONCE or where == "prefill"
         assert peak.legs <= (LEGS if where == "prefill" else AT_ONCE)
         assert (product.gateway.gate.in_flight, queued(product), product.load) == (0, 0, {})
@@ -143,7 +146,7 @@ async def test_a_storm_in_which_every_third_client_leaves_while_it_waits(engines
         served.sort(key=lambda record: record.sent)
         took = [record.ended - record.sent for record in served]
         early, late = median(took[: len(took) // 2]), median(took[len(took) // 2 :])
-        assert late < 3 * early + 0.1
+        assert late < Within(3 * early + 0.1)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], int, str]] = {
