@@ -71,7 +71,7 @@ def _client(flow: StrictProduct, *, strict: bool) -> AsyncOpenAI:
         api_key="none",
         base_url=f"http://{flow.client.host}:{flow.client.port}/v1",
         max_retries=0,
-        timeout=20,
+        timeout=60,
         _strict_response_validation=strict,
     )
 
@@ -171,8 +171,8 @@ async def test_a_schema_is_the_engines(flow: StrictProduct, client: AsyncOpenAI)
     _, decode = flow.legs
     sampling = decode.message.sampling_params
     assert json.loads(sampling.json_schema) == SCHEMA
-    flow.prefill.clear()
-    for mock in flow.decodes:
+    for mock in flow.mocks:
+        await mock.idle()
         mock.clear()
     await client.chat.completions.create(**CHAT, response_format={"type": "json_object"})
     _, decode = flow.legs
@@ -326,6 +326,7 @@ async def test_a_stream_that_is_left_early(flow: StrictProduct, client: AsyncOpe
         async for chunk in stream:
             if chunk.choices[0].delta.content:
                 break
+        await soon(lambda: sum(len(mock.legs) for mock in flow.decodes) == n, "not all are decoded")
     await soon(lambda: not any(mock.running for mock in flow.decodes), "it is decoded on")
     asked = [leg.message.request_id for mock in flow.decodes for leg in mock.legs]
     assert len(asked) == n
@@ -334,7 +335,7 @@ async def test_a_stream_that_is_left_early(flow: StrictProduct, client: AsyncOpe
 
 async def test_an_answer_that_is_left_while_both_legs_are_out(flow: StrictProduct, client: AsyncOpenAI) -> None:
     finishes = flow.flow == "mooncake"  # a prefill leg is let finish, which frees what its decode waits for
-    flow.prefill.pace = Pace(first_token=0.5 if finishes else 30)
+    flow.prefill.pace = Pace(first_token=2 if finishes else 30)
     asking = asyncio.create_task(client.chat.completions.create(**CHAT, stream=True))
     in_turn = flow.flow == "nixl"
     await soon(lambda: flow.prefill.running > 0, "nothing is prefilled")

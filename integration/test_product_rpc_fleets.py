@@ -47,6 +47,13 @@ async def clean(product: StrictProduct) -> AsyncIterator[StrictProduct]:
         await product.settled()
 
 
+async def forgotten(product: StrictProduct) -> None:
+    """Have the workers forget what they were asked, once it is over."""
+    for mock in product.mocks:
+        await mock.idle()
+    await product.forget()
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 RANKS = 2
@@ -70,7 +77,7 @@ async def test_every_rank_serves_and_the_legs_meet(flow: str) -> None:
                 assert own.kv == "transferred"
             if product.engine != "sglang":  # whose server follows the room
                 assert decode == f"{mock.url}@{own.rank}"
-            await product.forget()
+            await forgotten(product)
         assert {prefill for prefill, _ in served} == {f"{product.prefill.url}@{rank}" for rank in range(RANKS)}
         decodes = {f"{mock.url}@{rank}" for mock in product.decodes for rank in range(RANKS)}
         assert {decode for _, decode in served} == decodes
@@ -119,7 +126,7 @@ async def told(product: StrictProduct, wanted: str) -> str:
     engine, marker, rank = name.partition("_dp")
     if marker:
         assert reply.header("x-pd-prefill") == f"{product.prefill.url}@{rank}"
-    await product.forget()
+    await forgotten(product)
     return engine
 
 
@@ -208,7 +215,7 @@ async def test_a_worker_whose_port_another_server_has_taken_is_not_waited_for(ro
             writer.close()
 
         servers = [await asyncio.start_server(speak, "127.0.0.1", port) for port in ports]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             reply = await product.post(CHAT_PATH, STREAM if stream else CHAT)
         assert reply.status in (502, 503), reply.body
         assert reply.code in (f"{role}_connection_lost", f"{role}_unreachable")
