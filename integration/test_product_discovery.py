@@ -12,6 +12,7 @@ import yaml
 from product import Product, soon
 
 from extproc.mock import Fault, SglangMock
+from extproc.mock.vllm.worker import NIXL, VllmMock
 from extproc.workers.worker import Status, Worker
 from tests.kube_api import KubeApi, pod
 
@@ -30,7 +31,7 @@ class Cluster:
 
     def __init__(self, api: KubeApi) -> None:
         self.api = api
-        self.mocks: list[SglangMock] = []
+        self.mocks: list[SglangMock | VllmMock] = []
 
     async def run(self, role: str, host: str, port: int = 0) -> SglangMock:
         """Start an engine."""
@@ -73,12 +74,12 @@ def gateway(**settings: Any) -> Product:
     return Product(0, 0, wait=False, shutdown_grace_period_secs=30, **(kubernetes | settings))
 
 
-def at(workers: list[Worker], mock: SglangMock) -> list[Worker]:
+def at(workers: list[Worker], mock: SglangMock | VllmMock) -> list[Worker]:
     """The workers at a mock's address."""
     return [worker for worker in workers if str(worker.url) == mock.url]
 
 
-async def usable(product: Product, *mocks: SglangMock) -> None:
+async def usable(product: Product, *mocks: SglangMock | VllmMock) -> None:
     """Wait until these can be used."""
     await product.fleet(lambda workers: all(any(w.usable for w in at(workers, mock)) for mock in mocks))
 
@@ -107,7 +108,7 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
 
         # A pod is to end while it writes: it writes to the end, and nobody else is sent there.
         for mock in (first, second):
-            mock.fail(Fault(delay_token=0.05, tokens=40))
+            mock.fail(Fault(delay_token=0.05, tokens=100))
         exchange = await product.client.open(PATH, chat(stream=True))
         head = await exchange.head()
         assert head.status == 200
@@ -123,7 +124,7 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
         assert (len(busy.legs), len(other.legs)) == (1, 4)
         assert worker in product.service.registry, "its request is still under way"
         whole = await exchange.whole()
-        assert whole.body.count(b"data: ") > 40
+        assert whole.body.count(b"data: ") > 100
         assert whole.body.endswith(b"data: [DONE]\n\n")
         await product.fleet(lambda workers: worker not in workers)
         cluster.api.delete(pods[busy])
@@ -182,6 +183,29 @@ async def test_pods_that_vanish_in_a_gap_and_workers_of_others(cluster: Cluster)
         assert 'pd_discovery_up{provider="kubernetes"} 1' in page
         assert 'pd_discovery_found{provider="kubernetes",role="prefill",state="ready"} 1' in page
         assert 'pd_discovery_changes_total{provider="kubernetes",change="removed"} 1' in page
+
+
+async def test_annotations_of_vllm_and_a_policy_for_each_role(cluster: Cluster) -> None:
+    """The peer has one policy for all that is found."""
+    prefills = [VllmMock("prefill", connector=NIXL, host=f"127.0.0.{index}") for index in (2, 3)]
+    decodes = [VllmMock("decode", connector=NIXL, host=f"127.0.0.{index}") for index in (4, 5)]
+    for mock in (*prefills, *decodes):
+        await mock.start()
+        cluster.mocks.append(mock)
+        annotations = {"smg.ai/worker-ports": str(mock.port), "smg.ai/kv-connector": "nixl"}
+        labels = {"app": "sglang", "role": mock.role, "model": "mock-model"}
+        cluster.api.put(pod(f"pod-{mock.host}", labels, mock.host, annotations=annotations))
+    settings = {"prefill_policy": "round_robin", "decode_policy": "consistent_hashing"}
+    async with gateway(**settings, model_id_from="label:model", token_reuse=False) as product:
+        await usable(product, *prefills, *decodes)
+        for mock in (*prefills, *decodes):
+            mock.clear()
+        body = chat(model="mock-model")
+        for _ in range(4):
+            answer = await product.post(PATH, body, [("x-smg-routing-key", "somebody")])
+            assert (answer.status, answer.header("x-pd-handoff"), answer.header("x-pd-kv")) == (200, "nixl", "handed")
+        assert [len(mock.legs) for mock in prefills] == [2, 2]
+        assert sorted(len(mock.legs) for mock in decodes) == [0, 4]
 
 
 async def test_ipv6(cluster: Cluster) -> None:

@@ -29,6 +29,7 @@ steps = st.lists(
         st.tuples(st.just("ready"), small, small),
         st.tuples(st.just("place"), small, small),
         st.tuples(st.just("describe"), small, st.sampled_from(MODELS)),
+        st.tuples(st.just("cordon"), small, st.sampled_from(("", "", "its pod is not ready"))),
         st.tuples(st.just("load"), small, st.sampled_from((0, 0, 1))),
         st.tuples(st.just("remove"), small, small),
         st.tuples(st.just("envoy"), st.sampled_from(("hold", "release", "release", "refuse", "accept")), small),
@@ -81,6 +82,8 @@ class Scenario:
                 self.place(worker, value)
             case "describe", tuple():
                 self.registry.describe(worker, Metadata(model_ids=value))
+            case "cordon", str():
+                self.registry.cordon(worker, value)
             case "load", int():
                 worker.load = value
             case "remove", _:
@@ -111,6 +114,7 @@ class Scenario:
                     for worker in of_role
                     if worker.status is Status.READY
                     and worker.endpoint is not None
+                    and not worker.cordoned
                     and (model is None or not worker.model_ids or model in worker.model_ids)
                 ]
                 pairs = self.registry.pairs(model)

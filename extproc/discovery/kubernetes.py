@@ -29,7 +29,6 @@ from extproc.discovery.wanted import Key, Wanted
 _logger: Final = logging.getLogger(__name__)
 _GONE: Final = 410
 _AT_ONCE: Final = 32  # pods that are read without a pause, some 10 ms
-_UNAUTHORIZED: Final = (401, 403)
 _BOOKMARK: Final = "BOOKMARK"
 
 
