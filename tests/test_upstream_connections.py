@@ -13,6 +13,7 @@ from raw_server import Connection, RawServer, raw_server
 from transport_peer import Receiver
 from upstream_rig import asked, post, told, workers
 
+from extproc.transport.interface import Lost
 from extproc.upstream import host
 from extproc.upstream.egress import DirectEgress
 from extproc.upstream.http1 import Http1Connection
@@ -128,6 +129,16 @@ async def test_a_worker_that_is_no_more_keeps_what_it_has_and_no_idle_connection
     egress.send(post(server.port), b"", gone)
     assert await gone.end() == "done"
     assert told(gone) == (503, b"UH", None)
+
+
+async def test_what_is_under_way_when_it_stops_is_lost(egress: DirectEgress, server: RawServer) -> None:
+    egress.publish(workers(server.port))
+    receiver, connection, _ = await asked(egress, server)
+    connecting = Receiver()
+    egress.send(post(server.port, size=1), b"x", connecting)
+    await egress.stop()
+    assert [await receiver.end(), await connecting.end()] == [Lost.RESET, Lost.RESET]
+    await connection.left()
 
 
 async def test_a_worker_whose_health_changes_keeps_its_connections(egress: DirectEgress, server: RawServer) -> None:
