@@ -131,6 +131,18 @@ async def test_a_worker_that_refuses_leads_to_the_next(egress: DirectEgress, ser
     assert told(receiver) == (200, None, f"127.0.0.1:{server.port}".encode())
 
 
+async def test_an_idle_connection_of_the_next_one_will_do(egress: DirectEgress, server: RawServer) -> None:
+    egress.publish(workers(UNREACHABLE_PORT, server.port))
+    for _ in range(2):
+        receiver = Receiver()
+        egress.send(post(UNREACHABLE_PORT, server.port, size=1), b"x", receiver)
+        connection = await server.connection()
+        await connection.request()
+        connection.answer()
+        assert await receiver.end() == "done"
+    assert len(server.connections) == 1
+
+
 async def test_all_refuse(egress: DirectEgress) -> None:
     egress.publish(workers(UNREACHABLE_PORT, 2))
     receiver = Receiver()
@@ -184,7 +196,15 @@ async def test_a_connection_that_ends_within_an_answer(egress: DirectEgress, ser
     assert told(receiver)[:2] == ((200, None) if headed else (503, b"UC"))
 
 
-@pytest.mark.parametrize("junk", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nx-a: " + b"a" * 100_000])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nx",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx",
+        b"HTTP/1.1 200 OK\r\nx-a: " + b"a" * 100_000,
+    ],
+)
 async def test_what_is_no_http(egress: DirectEgress, server: RawServer, junk: bytes) -> None:
     egress.publish(workers(server.port))
     receiver, connection, _ = await asked(egress, server)
