@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 RESULTS = REPOSITORY / "bench" / "results"
 _PEER = "smg"
-_OURS = {"pd-extproc": "", "pd-extproc-no-ids": ", no token reuse"}  # system: what a row of it adds to the title
+_OURS = {  # system: what a row of it adds to the title
+    "pd-extproc": "",
+    "pd-extproc-no-ids": ", no token reuse",
+    "pd-extproc-direct": ", `--egress direct`",
+}
 
 
 def save(result: Result, prefix: str = "") -> Path:

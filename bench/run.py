@@ -33,6 +33,7 @@ SYSTEMS: tuple[System, ...] = (
     Direct(),
     Launch(),
     Launch(name="pd-extproc-no-ids", flags=("--no-token-reuse",), only=frozenset({"vllm-220k"})),
+    Launch(name="pd-extproc-direct", flags=("--egress", "direct"), only=frozenset({"small", "vllm-small"})),
     Peer(),
     Peer(policy="cache_aware", name="smg-cache-aware", only=frozenset({"220k"})),
 )

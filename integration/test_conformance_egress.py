@@ -1,10 +1,11 @@
-"""The egress client through a real Envoy's egress listener, to a worker behind it."""
+"""Legs through a real Envoy's egress listener, and straight to the worker: the same is seen of either way."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import random
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,16 @@ import pytest
 from conformance_rig import PATIENCE
 from transport_rig import TransportEnvoy, Worker
 
+from extproc.names import CLUSTER, DESTINATION
 from extproc.transport.egress import EgressClient
+from extproc.upstream.egress import DirectEgress
+from extproc.upstream.tls import WorkerTls
+from extproc.workers.endpoints import PREFILL_CLUSTER, Endpoint, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from extproc.transport.interface import Header, Lost
+    from extproc.transport.interface import Header, Leg, Lost
 
 _BODY = random.Random(1).randbytes(20_000_000)
 
@@ -62,14 +67,24 @@ class Receiver:
         return end
 
 
-def post(path: str, size: int) -> tuple[Header, ...]:
-    return (
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":authority", b"worker"),
-        (b":path", path.encode()),
-        (b"content-length", b"%d" % size),
-    )
+class Way:
+    """An egress with a worker at its end, and how that is named."""
+
+    def __init__(self, egress: EgressClient | DirectEgress, *named: Header) -> None:
+        self._egress = egress
+        self._named = named
+
+    def send(self, path: str, body: bytes, receiver: Receiver) -> Leg:
+        """POST ``body``."""
+        headers = (
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":authority", b"worker"),
+            (b":path", path.encode()),
+            *self._named,
+            (b"content-length", b"%d" % len(body)),
+        )
+        return self._egress.send(headers, body, receiver)
 
 
 @pytest.fixture(scope="module")
@@ -77,38 +92,55 @@ def envoy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransportEnvoy]:
     yield from TransportEnvoy(tmp_path_factory.mktemp("envoy")).run()
 
 
+@pytest.fixture(params=["envoy", "direct"])
+async def way(request: pytest.FixtureRequest, envoy: TransportEnvoy, worker: Worker) -> AsyncIterator[Way]:
+    async with by_envoy(envoy, worker) if request.param == "envoy" else straight(worker) as way:
+        yield way
+
+
 @pytest.fixture
-async def worker(envoy: TransportEnvoy) -> AsyncIterator[Worker]:
+async def worker() -> AsyncIterator[Worker]:
     worker = Worker()
-    await worker.start(envoy.worker)
     yield worker
     await worker.stop()
-    Path(envoy.worker).unlink(missing_ok=True)  # noqa: ASYNC240
 
 
-@pytest.fixture
-async def egress(envoy: TransportEnvoy) -> AsyncIterator[EgressClient]:
+@asynccontextmanager
+async def by_envoy(envoy: TransportEnvoy, worker: Worker | None) -> AsyncIterator[Way]:
+    if worker is not None:
+        await worker.start(envoy.worker)
     client = EgressClient(str(envoy.egress))
     client.start()
-    yield client
+    yield Way(client)
     await client.stop()
     assert client.open_legs == 0
     await envoy.until_statistic("http.egress.downstream_cx_active", 0)
+    Path(envoy.worker).unlink(missing_ok=True)  # noqa: ASYNC240
+
+
+@asynccontextmanager
+async def straight(worker: Worker | None) -> AsyncIterator[Way]:
+    port = 1 if worker is None else await worker.start(None)
+    egress = DirectEgress(WorkerTls(None))
+    egress.publish(Snapshot(prefill=(Endpoint("127.0.0.1", port, "worker"),)))
+    egress.start()
+    address = b"127.0.0.1:%d" % port
+    yield Way(egress, (CLUSTER.encode(), PREFILL_CLUSTER.encode()), (DESTINATION.encode(), address))
+    await egress.stop()
+    assert egress.open_legs == egress.connections == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_384, 65_537, 1 << 20, 20_000_000])
-async def test_a_body_arrives_unchanged(worker: Worker, egress: EgressClient, size: int) -> None:
-    assert not worker.left.is_set()
+async def test_a_body_arrives_unchanged(way: Way, size: int) -> None:
     receiver = Receiver()
-    egress.send(post("/sha", size), _BODY[:size], receiver)
+    way.send("/sha", _BODY[:size], receiver)
     assert await receiver.end() == "done"
     assert (receiver.status, receiver.body.decode()) == (200, hashlib.sha256(_BODY[:size]).hexdigest())
 
 
-async def test_a_large_answer_arrives_also_when_it_has_to_pause(worker: Worker, egress: EgressClient) -> None:
-    assert not worker.left.is_set()
+async def test_a_large_answer_arrives_also_when_it_has_to_pause(way: Way) -> None:
     receiver = Receiver()
-    leg = egress.send(post("/big", 8), b"20000000", receiver)
+    leg = way.send("/big", b"20000000", receiver)
     for goal in (1, 5_000_000, 12_000_000):
         await receiver.until(lambda goal=goal: len(receiver.body) >= goal)
         leg.pause()
@@ -118,36 +150,37 @@ async def test_a_large_answer_arrives_also_when_it_has_to_pause(worker: Worker, 
     assert len(receiver.body) == 20_000_000
 
 
-async def test_more_legs_than_envoy_allows_streams(worker: Worker, egress: EgressClient) -> None:
-    """The listener allows 100: the rest waits its turn."""
-    assert not worker.left.is_set()
+async def test_more_legs_than_envoy_allows_streams(way: Way) -> None:
+    """The listener allows 100: the rest waits its turn. Straight to the worker each has a connection."""
     receivers = [Receiver() for _ in range(350)]
     for receiver in receivers:
-        egress.send(post("/sha", 1000), _BODY[:1000], receiver)
+        way.send("/sha", _BODY[:1000], receiver)
     assert [await receiver.end() for receiver in receivers] == ["done"] * 350
     assert {receiver.status for receiver in receivers} == {200}
 
 
-async def test_cancel_reaches_the_worker(worker: Worker, egress: EgressClient) -> None:
+async def test_cancel_reaches_the_worker(worker: Worker, way: Way) -> None:
     receiver = Receiver()
-    leg = egress.send(post("/hang", 1), b"x", receiver)
+    leg = way.send("/hang", b"x", receiver)
     await worker.waiting.wait()
     leg.cancel()
     await worker.left.wait()
     assert not receiver.ends
 
 
-async def test_the_first_bytes_do_not_wait_for_the_last(worker: Worker, egress: EgressClient) -> None:
+async def test_the_first_bytes_do_not_wait_for_the_last(worker: Worker, way: Way) -> None:
     receiver = Receiver()
-    egress.send(post("/stream", 1), b"x", receiver)
+    way.send("/stream", b"x", receiver)
     await receiver.until(lambda: receiver.body == b"first")
     worker.release.set()
     assert await receiver.end() == "done"
     assert receiver.body == b"firstlast"
 
 
-async def test_without_a_worker_envoy_answers(egress: EgressClient) -> None:
-    receiver = Receiver()
-    egress.send(post("/sha", 1), b"x", receiver)
-    assert await receiver.end() == "done"
-    assert receiver.status == 503
+@pytest.mark.parametrize("kind", ["envoy", "direct"])
+async def test_without_a_worker_there_is_an_answer_too(envoy: TransportEnvoy, kind: str) -> None:
+    async with by_envoy(envoy, None) if kind == "envoy" else straight(None) as way:
+        receiver = Receiver()
+        way.send("/sha", b"x", receiver)
+        assert await receiver.end() == "done"
+        assert receiver.status == 503

@@ -155,3 +155,12 @@ async def test_many_at_once() -> None:
         answers = await asyncio.gather(*(product.post(PATH, chat(stream=n % 2 == 0)) for n in range(60)))
         assert {answer.status for answer in answers} == {200}
         assert sum(len(sidecar.named) for sidecar in sidecars) == 60
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_health_generate_sends_both_legs_itself(engine: str) -> None:
+    """Without a prefill named, the sidecar passes on what it is given: the decode leg of a handoff of ours."""
+    async with fleet(engine) as (product, _):
+        answer = await product.client.get("/health_generate")
+        assert answer.status == 200, answer.body
+        assert answer.json["prefill"] == product.prefill.url

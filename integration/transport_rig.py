@@ -188,7 +188,8 @@ class Worker:
         self.left = asyncio.Event()  # a request ended before its answer did
         self._runner: web.AppRunner | None = None
 
-    async def start(self, path: Path) -> None:
+    async def start(self, path: Path | None) -> int:
+        """Listen at ``path``, or on a port of 127.0.0.1; which, or 0."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/sha", self._sha)
         app.router.add_post("/slow", self._slow)
@@ -197,7 +198,11 @@ class Worker:
         app.router.add_post("/big", self._big)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
-        await web.UnixSite(self._runner, str(path), backlog=1024).start()
+        if path is not None:
+            await web.UnixSite(self._runner, str(path), backlog=1024).start()
+            return 0
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
+        return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         assert self._runner is not None

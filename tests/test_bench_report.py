@@ -125,8 +125,8 @@ def test_systems_take_turns_and_cache_aware_only_at_220k():
     def names(case: str, number: int) -> list[str]:
         return [running.system.name for running in _turns(systems, by_name[case], number)]
 
-    assert names("small", 0) == ["direct", "pd-extproc", "smg"]
-    assert names("small", 1) == ["pd-extproc", "smg", "direct"]
+    assert names("small", 0) == ["direct", "pd-extproc", "pd-extproc-direct", "smg"]
+    assert names("small", 1) == ["pd-extproc", "pd-extproc-direct", "smg", "direct"]
     assert names("220k", 3) == ["smg-cache-aware", "direct", "pd-extproc", "smg"]
     assert _turns([], by_name["small"], 4) == []
 

@@ -355,3 +355,25 @@ def test_local_replies_are_of_the_catalogue() -> None:
         assert body.replace("%%", "%").encode() == error_body(reply.code, reply.message)
         assert reply.flags or reply.expression  # a row that always fits would rewrite our own answers
         assert CATALOGUE[reply.code].retryable or not reply.retry_after
+
+
+def test_without_the_egress_there_is_no_listener_for_it() -> None:
+    document = render(egress=None)
+    assert [each["name"] for each in document["static_resources"]["listeners"]] == ["clients"]
+    assert [each["name"] for each in document["static_resources"]["clusters"]] == [
+        each["name"] for each in render()["static_resources"]["clusters"]
+    ]
+
+
+def test_on_a_port_legs_may_come_as_to_any_proxy() -> None:
+    document = render(egress="127.0.0.1:15001")
+    address = listener(document, "egress")["address"]["socket_address"]
+    assert (address["address"], address["port_value"]) == ("127.0.0.1", 15001)
+    assert "codec_type" not in manager(document, "egress"), "AUTO"
+    assert manager(render(), "egress")["codec_type"] == "HTTP2"
+
+
+def test_a_destination_in_a_header_is_taken_behind_ext_proc() -> None:
+    names = [each["name"] for each in manager(render(destination_header=True), "clients")["http_filters"]]
+    assert names[-3:] == ["ext_proc", "header_to_metadata", "envoy.filters.http.router"]
+    assert "header_to_metadata" not in [each["name"] for each in manager(render(), "clients")["http_filters"]]

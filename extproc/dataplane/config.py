@@ -19,7 +19,8 @@ class DataplaneConfig:
     extproc: str  # ext_proc gRPC service
     ads: str  # ADS gRPC service
     control: str  # control API, HTTP/1.1
-    # Where Envoy listens for legs from the ext_proc service, a unix socket, so that only it can send; None: nowhere.
+    # Where Envoy listens for legs from the ext_proc service; a unix socket, so that only it can send, unless a mesh
+    # sees to that. None: nowhere.
     egress: str | None
     client_host: str = "0.0.0.0"  # noqa: S104  # a gateway serves the network unless told otherwise, like the peer
     client_port: int = 30000  # 0: any free port, see EnvoyProcess.client_address

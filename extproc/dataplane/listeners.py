@@ -54,7 +54,7 @@ from extproc.names import (
     METADATA_NAMESPACE,
     OUR_PREFIX,
 )
-from extproc.transport.address import parse_address
+from extproc.transport.address import UnixAddress, parse_address
 
 # How much Envoy keeps of an answer that is read slowly; over HTTP/2 it is the window of a stream, too.
 # Of pieces of 0.5 to 4 KiB each takes 4 KiB of its memory: so a thousand such clients take 2 GiB at most. Its defaults
@@ -108,7 +108,10 @@ def egress_listener(config: DataplaneConfig, address: str) -> Listener:
     """The socket the service sends its legs to: HTTP/2 with as many streams and as much window as it likes."""
     manager = HttpConnectionManager(
         stat_prefix=EGRESS_LISTENER,
-        codec_type=HttpConnectionManagerCodecType.HTTP2,
+        # On a port, as in a mesh, legs come as to any proxy.
+        codec_type=HttpConnectionManagerCodecType.HTTP2
+        if isinstance(parse_address(address), UnixAddress)
+        else HttpConnectionManagerCodecType.AUTO,
         http2_protocol_options=legs_http2(),
         # The service adds headers to those that the client's listener has let in.
         max_request_headers_kb=1024,

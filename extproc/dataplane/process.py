@@ -161,8 +161,9 @@ class EnvoyProcess:
         if self._directory is not None:
             self._directory.remove()
             self._directory = None
-            if self._config.egress is not None:  # Envoy leaves it behind
-                Path(self._config.egress.removeprefix("unix:")).unlink(missing_ok=True)
+            kind, _, path = (self._config.egress or "").partition("unix:")
+            if not kind and path:  # Envoy leaves it behind
+                Path(path).unlink(missing_ok=True)
 
     async def _launch(self) -> None:
         self._directory = OwnDirectory()

@@ -50,6 +50,7 @@ class _Egress(ABC):
             leg.give_up("the egress was stopped")
         for host in self._hosts():
             host.close()
+        await asyncio.sleep(0)  # in which the connections hear of it
 
     def send(self, headers: Sequence[Header], body: bytes, receiver: LegReceiver) -> Leg:
         """See ``Egress.send``."""

@@ -120,11 +120,6 @@ class Http1Host:
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.append(connection)
 
-    def keep(self, connection: Http1Connection) -> None:
-        """One that was made for a leg which does not need it any more."""
-        if not connection.closed:
-            self._keep(connection)
-
     def sweep(self, before: float) -> None:
         """See Host."""
         idle = self._idle

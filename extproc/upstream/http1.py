@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
-from httptools import HttpParserError, HttpResponseParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from extproc.transport.interface import Header
 from extproc.upstream.tcp import notice_dead_peer, seen
@@ -81,7 +81,7 @@ class Http1Connection(asyncio.Protocol):
             self._head_size += len(data)
         try:
             self._parser.feed_data(data)
-        except HttpParserError as error:
+        except (HttpParserError, HttpParserUpgrade) as error:
             if not self._whole:
                 self._break(f"no HTTP/1.1: {error}")
                 return
@@ -159,8 +159,9 @@ class Http1Connection(asyncio.Protocol):
     # the parser's side
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools."""
-        self._headers.append((name.lower(), value))
+        """See httptools. Trailers say nothing that matters."""
+        if not self._headed:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """See httptools. Interim answers are passed over."""

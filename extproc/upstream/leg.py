@@ -153,12 +153,13 @@ class UpstreamLeg:
             self._refuse(UNREACHABLE, "internal error")
 
     async def _find(self) -> None:
-        """Connect to the first of the targets that accepts."""
+        """Connect to the first of the targets that accepts; of further ones an idle connection will do."""
         flag, detail = UNREACHABLE, ""
+        first = self._next
         while self._next < len(self._targets):
             host = self._targets[self._next].host
             try:
-                carrier = await host.connect()
+                carrier = (None if self._next == first else host.take()) or await host.connect()
             except (OSError, TimeoutError) as error:
                 flag = OVERFLOW if isinstance(error, TooManyError) else UNREACHABLE
                 detail = str(error) or "no connection in time"
