@@ -314,7 +314,7 @@ def _routes_of(listener: Json) -> Json:
 
 
 def _json_patch(patch: Json, resources: Sequence[Json]) -> None:
-    """RFC 6902's ``add``, at each place that a JSONPath of the form ``..LIST[?(@.FIELD=='VALUE')].REST`` names."""
+    """RFC 6902's ``add``, at each place that a JSONPath of the form ``$..LIST[?(@.FIELD=='VALUE')].REST`` names."""
     is_routes = patch["type"].endswith("RouteConfiguration")
     (resource,) = [
         each for each in resources if each["name"] == patch["name"] and ("virtual_hosts" in each) is is_routes
@@ -331,7 +331,7 @@ def _json_patch(patch: Json, resources: Sequence[Json]) -> None:
 
 
 def _places(resource: Json, path: str) -> Iterator[Json]:
-    form = re.fullmatch(r"\.\.(\w+)\[\?\(@((?:\.\w+)+)=='([^']*)'\)\]((?:\.\w+)*)", path)
+    form = re.fullmatch(r"\$\.\.(\w+)\[\?\(@((?:\.\w+)+)=='([^']*)'\)\]((?:\.\w+)*)", path)
     assert form, path
     key, field, wanted, rest = form.groups()
     for items in _found(resource, key):

@@ -75,8 +75,7 @@ def test_options_named_are_there(path: Path) -> None:
     envoy_config.add_arguments(parser)
     known = {option for action in parser._actions for option in action.option_strings}
     others = {"--concurrency", "--from-literal", "--config"}
-    discovery = {"--service-discovery", "--prefill-selector", "--decode-selector"}
-    assert set(re.findall(r"`(--[a-z][a-z-]*[a-z])\b(?!-)", path.read_text())) <= known | others | discovery
+    assert set(re.findall(r"`(--[a-z][a-z-]*[a-z])\b(?!-)", path.read_text())) <= known | others
 
 
 def test_the_options_for_each_snippet_are_settings() -> None:

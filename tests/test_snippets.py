@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from kubernetes_objects import check
 from extproc.cli import main
 from extproc.dataplane.paths import DECODE_PATHS, DECODE_PREFIXES, PREFILL_PATHS
 from extproc.dataplane.snippets import SNIPPETS
+from extproc.flags import add_arguments, read_settings
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "envoy/snippets"
@@ -64,6 +66,19 @@ def test_each_says_what_it_needs_and_what_it_cannot(name: str) -> None:
     assert "# - Needs " in head
     assert "# $ pd-extproc launch --no-envoy --egress direct " in head
     assert max(map(len, head.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_the_sidecar_starts_with_what_each_says(name: str) -> None:
+    head = (FOLDER / f"{name}.yaml").read_text().partition("\n\n")[0].replace("\n#   ", " ")
+    (line,) = re.findall(r"^# \$ pd-extproc launch (.*)$", head, re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    settings = read_settings(parser.parse_args(shlex.split(line.removesuffix(" --prefill ... --decode ..."))))
+    assert settings.no_envoy
+    assert settings.egress == "direct"
+    assert settings.service_discovery is (name in OF_KUBERNETES)
+    assert settings.retry_released is (name not in ("envoy-gateway", "inference-pool"))
 
 
 @pytest.mark.parametrize("name", ["envoy-static", "envoy-xds", "istio"])

@@ -125,8 +125,8 @@ def _patches(config: SnippetConfig, gateway: dict[str, str]) -> dict[str, Any]:
     cluster = f"httproute/{place.namespace}/{_ROUTE}/rule/0"
     filter_name = f"envoy.filters.http.ext_proc/envoyextensionpolicy/{place.namespace}/{place.service}/extproc/0"
     ours = as_dict(ext_proc_filter(dataplane))["typed_config"]
-    on_filter = f"..http_filters[?(@.name=='{filter_name}')].typed_config"
-    on_route = f"..routes[?(@.route.cluster=='{cluster}')]"
+    on_filter = f"$..http_filters[?(@.name=='{filter_name}')].typed_config"
+    on_route = f"$..routes[?(@.route.cluster=='{cluster}')]"
     of_route = route_settings(dataplane)
     filter_fields = {
         "processing_mode": ours["processing_mode"],
