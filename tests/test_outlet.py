@@ -240,14 +240,15 @@ def fetched_from(client):
     return path
 
 
-def test_envoy_fetches_a_stream_from_its_first_piece_on(rig, stream):
+@pytest.mark.parametrize("soon", [False, True])
+def test_envoy_fetches_a_stream(rig, stream, soon):
     client, decodes = stream
-    assert client.call.take() == []
+    path, answer = fetched_from(client), Fetched()
+    reply = rig.gateway.fetch(path, answer) if soon else None
+    assert answer.headers is None
     decodes[0].receiver.data(delta("a"))
-    path = fetched_from(client)
     decodes[1].receiver.data(delta("b"))
-    answer = Fetched()
-    reply = rig.gateway.fetch(path, answer)
+    reply = reply or rig.gateway.fetch(path, answer)
     assert rig.gateway.fetch(path, Fetched()) is None
     assert (answer.headers[":status"], answer.headers["x-engine"]) == ("200", "e")
     assert answer.said.count(b"data: ") == 2
@@ -281,8 +282,8 @@ def test_a_fetched_answer_that_is_not_read_makes_the_workers_wait(rig, stream):
 
 def test_an_answer_that_nobody_fetched_is_forgotten(rig, stream):
     client, decodes = stream
-    decodes[0].receiver.data(delta("a"))
     path = fetched_from(client)
+    decodes[0].receiver.data(delta("a"))
     client.close()
     assert rig.gateway.fetch(path, Fetched()) is None
     rig.assert_nothing_is_left()
@@ -290,6 +291,7 @@ def test_an_answer_that_nobody_fetched_is_forgotten(rig, stream):
 
 def test_an_error_before_the_first_piece_is_envoys_immediate_answer(rig, stream):
     client, _ = stream
+    rig.gateway.fetch(fetched_from(client), Fetched())
     client.session.end(GatewayError("request_timeout", "late"))
     assert rejection(client)[0] == 504
     client.close()

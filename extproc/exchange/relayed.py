@@ -129,6 +129,7 @@ class RelayedCourse:
         """See Course."""
         self._session.record.sent = self._session.gateway.clock.now()
         self._place(self._placed).send()
+        self._outlet.prepare()
 
     def go_on(
         self, error: GatewayError, pause: float | None, *, asked: bool, ended: bool, afterwards: Callable[[], None]
