@@ -33,7 +33,7 @@ COURSES = {"direct": (1, 12), "relayed": (2, 4)}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RpcProduct]:
-    async with RpcProduct("sglang", tmp_path_factory.mktemp("model") / "tiny") as made:
+    async with RpcProduct("sglang", tmp_path_factory.mktemp("model") / "tiny", sse_keepalive_secs=0) as made:
         yield made
 
 

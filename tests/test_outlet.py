@@ -1,7 +1,7 @@
 """The ways of an answer that is made here: Envoy's local reply, a second call's, and what Envoy fetches."""
 
 import pytest
-from fakes import LateCall, Rig, mutated, rejection
+from fakes import Fetched, LateCall, Rig, mutated, rejection
 from test_relayed import CHAT, PATH, chat_answer, delta, legs, relayed
 
 from extproc.errors import GatewayError
@@ -191,25 +191,6 @@ def test_the_second_call_has_no_deadline_of_its_own(rig, client):
     alive = rig.gateway.alive
     Late(client).opened()
     assert rig.gateway.alive == alive
-
-
-class Fetched:
-    """An Answer, and what was said in it."""
-
-    def __init__(self):
-        self.headers = None
-        self.said = b""
-        self.ended = False
-        self.queued = 0
-
-    def head(self, status, headers):
-        self.headers = {":status": str(status)} | {name.decode(): value.decode() for name, value in headers}
-
-    def body(self, chunk, *, end):
-        assert self.headers is not None
-        assert not self.ended
-        self.said += chunk
-        self.ended = end
 
 
 @pytest.fixture
