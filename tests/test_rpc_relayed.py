@@ -1,5 +1,6 @@
 """Requests for gRPC workers whose legs are all ours: several sequences, and engines that must not be interrupted."""
 
+import gc
 import json
 
 import pytest
@@ -10,6 +11,8 @@ from test_rpc_direct import PARAMS
 
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
 from extproc.exchange.clock import PREFILL_WORD_SECONDS
+from extproc.exchange.fetched_reply import FetchedReply
+from extproc.exchange.rpc_relayed import RpcRelayedCourse
 from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.transport.interface import Lost
 
@@ -452,3 +455,32 @@ def test_a_fetched_stream_that_is_silent_gets_comments(rig):
     rig.answered(rig.decodes[0], rig.chunk("hi"), rig.complete("i"))
     assert events(answer.said)[-1] == "[DONE]"
     assert done(rig, client).status == 200
+
+
+@pytest.mark.parametrize("ends", ["well", "left", "unfetched", "failed"])
+def test_a_fetched_stream_goes_from_memory_without_the_collectors_help(ends):
+    gc.collect()
+    gc.disable()
+    try:
+        rig = RpcRig(retry=RetryPolicy(attempts=1))
+        rig.gateway.fetches = True
+        client = rig.post("/v1/chat/completions", ONE | {"stream": True})
+        path = mutated(client.call.take()[0])[":path"].encode()
+        reply = None if ends == "unfetched" else rig.gateway.fetch(path, Fetched())
+        if ends == "failed":
+            rig.refused(rig.prefills[0], 13)
+        elif ends == "well":
+            rig.answered(rig.prefills[0], rig.complete("h"))
+            rig.answered(rig.decodes[0], rig.chunk("hi"), rig.complete("i"))
+        if reply is not None:
+            reply.closed()  # as the transport, which then lets go of it
+        del reply
+        client.close()
+        rig.clock.advance(60)
+        rig.assert_nothing_is_left()
+        for leg in rig.egress.legs:
+            leg.receiver = None  # as the transport, of a leg that is over
+        kinds = RpcRelayedCourse | FetchedReply
+        assert [each for each in gc.get_objects() if isinstance(each, kinds)] == []
+    finally:
+        gc.enable()

@@ -361,6 +361,7 @@ class RelayedCourse:
         try:
             if self._keeping is not None:
                 self._keeping.cancel()
+                self._keeping = None  # it refers back to us
             self._stop_timer()
             self._drop_attempt()
             self._outlet.forget()
