@@ -1,4 +1,7 @@
-"""Requests served by gRPC workers, carried by a real Envoy: answers, streams, failures, clients that leave."""
+"""Requests served by gRPC workers, carried by a real Envoy: answers, streams, failures, clients that leave.
+
+Here Envoy runs the calls of streams by itself, as it does where their clients are not kept by comments.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ async def running(
     engine, egress = request.param
     connector = NIXL if engine == "vllm" else ""
     where = tmp_path_factory.mktemp("model") / "tiny"
-    async with RpcProduct(engine, where, connector=connector, retry_initial_backoff_ms=10, egress=egress) as made:
+    options = {"retry_initial_backoff_ms": 10, "sse_keepalive_secs": 0, "egress": egress}
+    async with RpcProduct(engine, where, connector=connector, **options) as made:
         yield made
 
 

@@ -33,7 +33,7 @@ COURSES = {"direct": (1, 12), "relayed": (2, 4)}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RpcProduct]:
-    async with RpcProduct("sglang", tmp_path_factory.mktemp("model") / "tiny") as made:
+    async with RpcProduct("sglang", tmp_path_factory.mktemp("model") / "tiny", sse_keepalive_secs=0) as made:
         yield made
 
 
@@ -79,11 +79,19 @@ class OverHttp1:
             self._asked.append(exchange)
 
     async def read(self, until: Callable[[], bool]) -> None:
-        first = self._asked[0]
-        first._writer.transport.resume_reading()
-        async with asyncio.timeout(60):
+        async def one(exchange: Exchange) -> None:
+            exchange._writer.transport.resume_reading()
             while not until():
-                await first.piece()
+                await exchange.piece()
+
+        # Any of them: with so little room, TCP may take its time to notice that there is some again.
+        reading = [asyncio.create_task(one(exchange)) for exchange in self._asked]
+        async with asyncio.timeout(60):
+            await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        assert until()
 
     async def leave(self) -> None:
         for exchange in self._asked:

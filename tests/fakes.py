@@ -412,6 +412,25 @@ class Client:
         return LateCall(self.rig, message, found)
 
 
+class Fetched:
+    """An Answer, and what was said in it."""
+
+    def __init__(self):
+        self.headers = None
+        self.said = b""
+        self.ended = False
+        self.queued = 0
+
+    def head(self, status, headers):
+        self.headers = {":status": str(status)} | {name.decode(): value.decode() for name, value in headers}
+
+    def body(self, chunk, *, end):
+        assert self.headers is not None
+        assert not self.ended
+        self.said += chunk
+        self.ended = end
+
+
 class LateCall:
     """Envoy's side of the second call about an answer that was given it with ``x-pd-late``.
 

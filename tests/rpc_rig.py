@@ -69,9 +69,24 @@ class Texts:
         self.error = None
         self.waiting = []  # what is to be called
         self.cancelled = 0
+        self.working = []  # the same, of what goes on in threads
 
     def of(self, model):  # noqa: ARG002
         return None if self.gone else self.tokenizer
+
+    def run(self, work, size, then):  # noqa: ARG002
+        """In a thread whose work takes until a test says that it is done."""
+
+        def step():
+            work()
+            then(None)
+
+        self.working.append(step)
+
+        def cancel():
+            self.working.remove(step)
+
+        return cancel
 
     def prepare(self, asked, then):
         self.asked.append(asked.model)

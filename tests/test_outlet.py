@@ -1,7 +1,7 @@
 """The ways of an answer that is made here: Envoy's local reply, a second call's, and what Envoy fetches."""
 
 import pytest
-from fakes import LateCall, Rig, mutated, rejection
+from fakes import Fetched, LateCall, Rig, mutated, rejection
 from test_relayed import CHAT, PATH, chat_answer, delta, legs, relayed
 
 from extproc.errors import GatewayError
@@ -193,25 +193,6 @@ def test_the_second_call_has_no_deadline_of_its_own(rig, client):
     assert rig.gateway.alive == alive
 
 
-class Fetched:
-    """An Answer, and what was said in it."""
-
-    def __init__(self):
-        self.headers = None
-        self.said = b""
-        self.ended = False
-        self.queued = 0
-
-    def head(self, status, headers):
-        self.headers = {":status": str(status)} | {name.decode(): value.decode() for name, value in headers}
-
-    def body(self, chunk, *, end):
-        assert self.headers is not None
-        assert not self.ended
-        self.said += chunk
-        self.ended = end
-
-
 @pytest.fixture
 def stream(rig):
     """A relayed stream of two samples, whose answer Envoy may fetch, and its decode legs."""
@@ -240,14 +221,15 @@ def fetched_from(client):
     return path
 
 
-def test_envoy_fetches_a_stream_from_its_first_piece_on(rig, stream):
+@pytest.mark.parametrize("soon", [False, True])
+def test_envoy_fetches_a_stream(rig, stream, soon):
     client, decodes = stream
-    assert client.call.take() == []
+    path, answer = fetched_from(client), Fetched()
+    reply = rig.gateway.fetch(path, answer) if soon else None
+    assert answer.headers is None
     decodes[0].receiver.data(delta("a"))
-    path = fetched_from(client)
     decodes[1].receiver.data(delta("b"))
-    answer = Fetched()
-    reply = rig.gateway.fetch(path, answer)
+    reply = reply or rig.gateway.fetch(path, answer)
     assert rig.gateway.fetch(path, Fetched()) is None
     assert (answer.headers[":status"], answer.headers["x-engine"]) == ("200", "e")
     assert answer.said.count(b"data: ") == 2
@@ -281,8 +263,8 @@ def test_a_fetched_answer_that_is_not_read_makes_the_workers_wait(rig, stream):
 
 def test_an_answer_that_nobody_fetched_is_forgotten(rig, stream):
     client, decodes = stream
-    decodes[0].receiver.data(delta("a"))
     path = fetched_from(client)
+    decodes[0].receiver.data(delta("a"))
     client.close()
     assert rig.gateway.fetch(path, Fetched()) is None
     rig.assert_nothing_is_left()
@@ -290,6 +272,7 @@ def test_an_answer_that_nobody_fetched_is_forgotten(rig, stream):
 
 def test_an_error_before_the_first_piece_is_envoys_immediate_answer(rig, stream):
     client, _ = stream
+    rig.gateway.fetch(fetched_from(client), Fetched())
     client.session.end(GatewayError("request_timeout", "late"))
     assert rejection(client)[0] == 504
     client.close()

@@ -1,15 +1,18 @@
 """Requests for gRPC workers whose legs are all ours: several sequences, and engines that must not be interrupted."""
 
+import gc
 import json
 
 import pytest
-from fakes import rejection
+from fakes import Fetched, mutated, rejection
 from rpc_rig import RpcRig
 from test_relayed import relayed as said
 from test_rpc_direct import PARAMS
 
 from extproc.exchange.attempts import OnPrefillFailure, RetryPolicy
 from extproc.exchange.clock import PREFILL_WORD_SECONDS
+from extproc.exchange.fetched_reply import FetchedReply
+from extproc.exchange.rpc_relayed import RpcRelayedCourse
 from extproc.handoff.sglang import HOLD_SECONDS
 from extproc.transport.interface import Lost
 
@@ -415,3 +418,69 @@ def test_a_server_of_another_kind_is_not_waited_for(role):
     record = done(rig, client)
     assert record.code == "decode_bad_reply"
     assert "not as a gRPC server does" in record.message
+
+
+# Streams that Envoy fetches
+
+
+@pytest.mark.parametrize(("fetches", "keep_alive", "stream"), [(True, 15, True), (True, 0, True), (True, 15, False)])
+def test_a_short_prompts_stream_is_relayed_where_envoy_can_fetch_it(fetches, keep_alive, stream):
+    rig = RpcRig(retry=STEADY, keep_alive=keep_alive)
+    rig.gateway.fetches = fetches
+    client = rig.post("/v1/chat/completions", ONE | {"stream": stream})
+    ours = bool(keep_alive and stream)
+    assert len(rig.decodes) == ours
+    head, body = client.call.take()
+    assert mutated(head)["x-pd-cluster"] == ("answers" if ours else "decode_grpc")
+    assert bool(body.request_body.response.body_mutation.streamed_response.body) is not ours
+    client.close()
+    rig.clock.advance(0.05)
+    rig.assert_nothing_is_left()
+
+
+def test_a_fetched_stream_that_is_silent_gets_comments(rig):
+    rig.gateway.fetches = True
+    client = rig.post("/v1/chat/completions", ONE | {"stream": True})
+    head, _ = client.call.take()
+    answer = Fetched()
+    rig.gateway.fetch(mutated(head)[":path"].encode(), answer)
+    rig.clock.advance(14.9)
+    assert answer.headers is None
+    rig.clock.advance(0.2)
+    assert (answer.headers[":status"], answer.said) == ("200", b": keep-alive\n\n")
+    answer.queued = 1  # Envoy has not taken it: the client reads nothing
+    rig.clock.advance(30)
+    assert answer.said == b": keep-alive\n\n"
+    rig.answered(rig.prefills[0], rig.complete("h"))
+    rig.answered(rig.decodes[0], rig.chunk("hi"), rig.complete("i"))
+    assert events(answer.said)[-1] == "[DONE]"
+    assert done(rig, client).status == 200
+
+
+@pytest.mark.parametrize("ends", ["well", "left", "unfetched", "failed"])
+def test_a_fetched_stream_goes_from_memory_without_the_collectors_help(ends):
+    gc.collect()
+    gc.disable()
+    try:
+        rig = RpcRig(retry=RetryPolicy(attempts=1))
+        rig.gateway.fetches = True
+        client = rig.post("/v1/chat/completions", ONE | {"stream": True})
+        path = mutated(client.call.take()[0])[":path"].encode()
+        reply = None if ends == "unfetched" else rig.gateway.fetch(path, Fetched())
+        if ends == "failed":
+            rig.refused(rig.prefills[0], 13)
+        elif ends == "well":
+            rig.answered(rig.prefills[0], rig.complete("h"))
+            rig.answered(rig.decodes[0], rig.chunk("hi"), rig.complete("i"))
+        if reply is not None:
+            reply.closed()  # as the transport, which then lets go of it
+        del reply
+        client.close()
+        rig.clock.advance(60)
+        rig.assert_nothing_is_left()
+        for leg in rig.egress.legs:
+            leg.receiver = None  # as the transport, of a leg that is over
+        kinds = RpcRelayedCourse | FetchedReply
+        assert [each for each in gc.get_objects() if isinstance(each, kinds)] == []
+    finally:
+        gc.enable()

@@ -313,6 +313,7 @@ class Attempt:
         finally:
             for part in self._parts:
                 plan, part.plan = part.plan, None
+                part.prefill = None  # it refers back to the part
                 if plan is not None:
                     self._handoff.release(plan)
             self._parts.clear()  # they refer back to us

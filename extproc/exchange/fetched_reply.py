@@ -1,8 +1,9 @@
 """The way of an answer to the client that Envoy fetches from the service, as it would from a worker.
 
 Of what it is told in an ext_proc stream, Envoy takes any amount, whether the client reads it or not. So the request of
-an answer that streams is released when that begins, without its body, to the service itself; and Envoy reads the answer
-only as fast as the client. Until then, and for errors, it is as with outlet.LocalReply.
+an answer that streams is released, without its body, to the service itself, while the legs are out; and Envoy reads the
+answer only as fast as the client. An error before it begins is said on the request's own call, as with
+outlet.LocalReply.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FetchedReply:
         self._head = head
         self._drained = drained
         self._path = ANSWER_PATH + b"%032x" % random.getrandbits(128)  # a client's id may be used twice
-        self._said: tuple[int, Sequence[Header]] = (0, ())  # the answer's head
+        self._said: tuple[int, Sequence[Header]] | None = None  # the answer's head
         self.mutation = b""  # see Outlet
         self._held: list[tuple[bytes, bool]] = []  # what is to be said as soon as Envoy asks
         self._waiting = 0  # bytes of it
@@ -50,10 +51,8 @@ class FetchedReply:
 
     # -- Outlet ---------------------------------------------------------------------------------------------------
 
-    def head(self, status: int, headers: Sequence[Header]) -> None:
-        """See Outlet."""
-        self._said = (status, [header for header in headers if header[0] not in _OURS])
-        self.mutation = b"".join([wire.set_header(*header) for header in headers if header[0] in _OURS])
+    def prepare(self) -> None:
+        """See Outlet. Envoy asks at once, so that what comes later is on its way at once."""
         self._session.gateway.fetched[self._path] = self
         mutation = wire.set_header(b":path", self._path) + _TO_US
         names = [name for name in self._head.fields if name[0] != ":" and name != _NEEDED]
@@ -61,6 +60,13 @@ class FetchedReply:
         call = self._session.call
         call.send(wire.request_headers_reply(mutation, reroute=True))
         call.send(wire.request_body_reply(b"", end=True))
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        """See Outlet."""
+        self._said = (status, [header for header in headers if header[0] not in _OURS])
+        self.mutation = b"".join([wire.set_header(*header) for header in headers if header[0] in _OURS])
+        if self._answer is not None:
+            self._answer.head(*self._said)
 
     def body(self, chunk: bytes, *, end: bool) -> None:
         """See Outlet."""
@@ -94,6 +100,8 @@ class FetchedReply:
     def fetch(self, answer: Answer) -> None:
         """Envoy asks for it."""
         self._answer = answer
+        if self._said is None:
+            return
         answer.head(*self._said)
         held, self._held = self._held, []
         for chunk, end in held:

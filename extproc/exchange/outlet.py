@@ -39,6 +39,9 @@ _HIGH_WATER: Final = 1 << 20  # bytes queued for Envoy, before the workers are m
 class Outlet(Protocol):
     """Where an answer goes: a head, then pieces, the last of them marked; or an error."""
 
+    def prepare(self) -> None:
+        """The legs are sent: an answer will come."""
+
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """Begin the answer."""
 
@@ -93,6 +96,9 @@ class LocalReply:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+
+    def prepare(self) -> None:
+        """See Outlet. Envoy need not know."""
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See Outlet."""
@@ -217,6 +223,9 @@ class LateReply:
         if self._call is not None:
             self._call.abort(Status.INTERNAL, ABANDONED)
         self.closed()
+
+    def prepare(self) -> None:
+        """See Outlet. Envoy knows from :meth:`open`."""
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See Outlet. Envoy sends it on with the first piece of the body, and so do we."""

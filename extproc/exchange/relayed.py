@@ -129,6 +129,7 @@ class RelayedCourse:
         """See Course."""
         self._session.record.sent = self._session.gateway.clock.now()
         self._place(self._placed).send()
+        self._outlet.prepare()
 
     def go_on(
         self, error: GatewayError, pause: float | None, *, asked: bool, ended: bool, afterwards: Callable[[], None]
@@ -360,6 +361,7 @@ class RelayedCourse:
         try:
             if self._keeping is not None:
                 self._keeping.cancel()
+                self._keeping = None  # it refers back to us
             self._stop_timer()
             self._drop_attempt()
             self._outlet.forget()

@@ -14,7 +14,6 @@ from extproc.exchange.record import Record
 from extproc.generation.asked import Asked
 from extproc.generation.parse import parse, serves
 from extproc.handoff.grpc import Sequences
-from extproc.handoff.grpc_answers import ended
 from extproc.handoff.grpc_table import RpcHandoffs
 from extproc.merge.answer import JoinedAnswer
 from extproc.merge.sequences import sequences_answer
@@ -37,6 +36,11 @@ class Texts(Protocol):
 
     def prepare(self, asked: Asked, then: Then) -> Callable[[], None]:
         """Make the prompts tokens, and tell ``then``, at once or later. What is returned cancels."""
+
+    def run(
+        self, work: Callable[[], None], size: int, then: Callable[[GatewayError | None], None]
+    ) -> Callable[[], None]:
+        """Do ``work``, which takes as long as making so many characters tokens; the same."""
 
 
 class Endpoints(Protocol):
@@ -212,10 +216,3 @@ class RpcRequest:
             return rids[min(index // self._asked.samples, len(rids) - 1)]
         prefix = self._request.api.id_prefix
         return self._name if self._name.startswith(prefix) else prefix + self._name
-
-
-def told(transcoder: Transcoder, worker: Worker, answer: bytes) -> None:
-    """Tell ``transcoder`` what the prefill leg's ``answer`` says. Raises GatewayError as Transcoder.prefilled."""
-    complete = ended(engine_of(worker.runtime), answer)
-    if complete is not None:
-        transcoder.prefilled(complete)

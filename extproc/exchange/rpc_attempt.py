@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from extproc.apis.json_object import LegEdits
@@ -14,8 +14,9 @@ from extproc.exchange.failures import charge
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.placed import Placed
 from extproc.exchange.prefill_leg import PrefillLeg
-from extproc.exchange.rpc import RpcRequest, told
+from extproc.exchange.rpc import RpcRequest, Texts
 from extproc.exchange.rpc_failures import Verdict, cut_short, is_strange, refusal_of, verdict_of
+from extproc.exchange.rpc_prompt import Making, told
 from extproc.handoff.grpc import Sequences
 from extproc.handoff.handoff import Handoff, Plan
 from extproc.merge.parts import Joint
@@ -31,7 +32,18 @@ _AS_IT_IS: Final = LegEdits()
 class RpcPart(Part):
     """One pair of legs; the LegReceiver of its decode leg."""
 
-    __slots__ = ("_ended", "_failure", "_leaving", "_left", "_limit", "_own", "_timer", "_verdict", "transcoder")
+    __slots__ = (
+        "_ended",
+        "_failure",
+        "_leaving",
+        "_left",
+        "_limit",
+        "_making",
+        "_own",
+        "_timer",
+        "_verdict",
+        "transcoder",
+    )
 
     def __init__(self, attempt: RpcAttempt, index: int, worker: Worker, tokens: int) -> None:
         super().__init__(attempt, index, worker, tokens)
@@ -41,6 +53,7 @@ class RpcPart(Part):
         self._verdict: Verdict | None = None
         self._ended = False  # the decode's call has ended well, and the answer waits for the prefill's word
         self._timer: Handle | None = None  # how long
+        self._making: Making | None = None  # of what the prefill has told
         self._left: Leg | None = None  # the decode leg, which nobody wants any more but may not be ended yet
         self._leaving: Plan | None = None  # by which its engine is asked to end it then
         self._limit: Handle
@@ -92,7 +105,7 @@ class RpcPart(Part):
             self.worker.answered(self.turn)
             self._own.learn(self.worker)
             self._ended = True
-            if not self.prefilling:
+            if not self.prefilling and self._making is None:
                 self._end()
             elif not self.transcoder.waits:
                 clock = self._own.session.gateway.clock
@@ -116,10 +129,23 @@ class RpcPart(Part):
 
     def told(self, body: bytes) -> None:
         """The prefill has answered. Raises GatewayError where it does not tell what was asked for."""
-        told(self.transcoder, self._own.prefill, body)
+        own = self._own
+        work = told(self.transcoder, own.prefill, body)
+        if work is not None:
+            then: Callable[[GatewayError | None], None] = lambda error: self.guarded(lambda: self._made(error))  # noqa: E731
+            self._making = Making(own.texts, self.transcoder, work, self.tokens, then)
+
+    def _made(self, error: GatewayError | None) -> None:
+        self._making = None
+        if error is not None:
+            self._own.events.leg_failed(error, ())
+        else:
+            self.go_on()
 
     def go_on(self) -> None:
         """What waited for the prefill's word goes on."""
+        if self._making is not None:
+            return
         if self._ended:
             self._end()
         elif self.begun and self.decode is not None:
@@ -130,6 +156,9 @@ class RpcPart(Part):
     def forget(self) -> None:
         """Nobody wants to hear of it any more."""
         self._ended = False
+        if self._making is not None:
+            self._making.drop()
+            self._making = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -224,6 +253,12 @@ class RpcAttempt(Attempt):
         self.rpc = rpc
         self._sequences = sequences
         super().__init__(session, head, request, placed, joint, keep_prefills=True, events=events)
+
+    @property
+    def texts(self) -> Texts:
+        """Has threads for what takes long."""
+        assert self.session.gateway.rpc is not None
+        return self.session.gateway.rpc.texts
 
     def _part(self, index: int, worker: Worker, tokens: int) -> RpcPart:  # noqa: ARG002 - it is known exactly
         return RpcPart(self, index, worker, self.rpc.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from extproc.apis.request import InferenceRequest
@@ -21,9 +21,10 @@ from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.record import naming_headers
 from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import call_reply
-from extproc.exchange.rpc import RpcRequest, told
+from extproc.exchange.rpc import RpcRequest
 from extproc.exchange.rpc_choice import RpcAloneChoice
 from extproc.exchange.rpc_failures import Verdict, cut_short, is_strange, stranger, unsaid, verdict_of
+from extproc.exchange.rpc_prompt import Making, told
 from extproc.exchange.rpc_relayed import RpcRelayedCourse
 from extproc.exchange.rpc_reply import RpcReply
 from extproc.handoff.grpc import Sequences
@@ -51,6 +52,7 @@ class RpcDirectCourse(DirectCourse):
         "_aborted",
         "_alone",
         "_first_closed",
+        "_making",
         "_refused_names",
         "_reply",
         "_rpc",
@@ -76,6 +78,7 @@ class RpcDirectCourse(DirectCourse):
         self._tokens = rpc.tokens
         self._transcoder: Transcoder | None = None
         self._reply: RpcReply | None = None
+        self._making: Making | None = None  # of what the prefill has told of a long prompt
         self._said: GatewayError | None = None  # what the worker's head means, which is all there is of its answer
         self._refused_names: Sequence[bytes] = ()  # of that head
         self._first_closed = False  # the first call is over, the second goes on
@@ -179,7 +182,7 @@ class RpcDirectCourse(DirectCourse):
     @property
     def prefilling(self) -> bool:
         """See ReplyEvents."""
-        return self._leg is not None and self._leg.out
+        return self._making is not None or (self._leg is not None and self._leg.out)
 
     @property
     def fetched(self) -> bool:
@@ -224,14 +227,32 @@ class RpcDirectCourse(DirectCourse):
         assert self._prefill is not None
         assert self._transcoder is not None
         try:
-            told(self._transcoder, self._prefill, body)
+            work = told(self._transcoder, self._prefill, body)
         except GatewayError as error:  # it does not say what was asked for, and would not elsewhere
             super().prefill_answered(leg, body)
             self.end(error)
             return
+        if work is not None:
+            self._make(self._transcoder, work)
         super().prefill_answered(leg, body)
-        if self._reply is not None:
+        if self._reply is not None and self._making is None:
             self._reply.prefilled()
+
+    def _make(self, transcoder: Transcoder, work: Callable[[], None]) -> None:
+        """Have ``work`` done in a thread; the answer waits for it."""
+
+        def made(error: GatewayError | None) -> None:
+            self._making = None
+            if error is not None:
+                self.end(error)
+            elif self._reply is not None:
+                self._reply.prefilled()
+
+        rpc = self._session.gateway.rpc
+        assert rpc is not None
+        self._making = Making(
+            rpc.texts, transcoder, work, self._tokens, lambda error: self.guarded(lambda: made(error))
+        )
 
     def prefill_failed(self, leg: PrefillLeg, error: GatewayError) -> None:
         """See PrefillEvents."""
@@ -303,6 +324,9 @@ class RpcDirectCourse(DirectCourse):
 
     def finish(self) -> None:
         """See Outside. A client that has left ends the call; the engine is told by name, too."""
+        if self._making is not None:
+            self._making.drop()
+            self._making = None
         reply = self._reply
         if reply is not None:
             if not reply.over:

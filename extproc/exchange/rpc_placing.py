@@ -53,13 +53,9 @@ def rpc_course(session: Session, head: RequestHead, request: InferenceRequest, p
         return rpc_alone(session, head, request, workers, rpc, sequences, alone)
     if sequences.in_turn:
         session.keep_room(pair.decodes[0], rpc.count)
-    # A long prefill shows nothing that a stream could begin with, but for the comments of an answer that is ours.
-    long = gateway.config.keep_alive > 0 and rpc.tokens >= LONG_PROMPT
-    # And Envoy, whose call breaks, cuts the client's answer: it shows nobody that there is something left to say.
-    waits = request.stream and (long or gateway.config.relay_streams)
     # A client that leaves has Envoy cancel the decode's call at once. Where a decode does not survive that while it
     # receives the cache, the call is ours; and so where Envoy has no way for an answer that is made of its call.
-    if rpc.is_single and not sequences.receiving and not waits and gateway.config.retry_released:
+    if rpc.is_single and not sequences.receiving and _runs_call(session, request, rpc):
         return RpcDirectCourse.of_pair(session, head, request, pair, rpc, sequences)
     attempts = Attempts(gateway.config.retry, session.deadline)
     choice = PairChoice(gateway, request, pair.prefill, sequences)
@@ -77,13 +73,26 @@ def rpc_alone(
 ) -> Course:
     """The course of a request that the first of ``workers`` which can be reached answers alone."""
     gateway, record = session.gateway, session.record
-    if rpc.is_single and gateway.config.retry_released:
+    if rpc.is_single and _runs_call(session, request, rpc):
         return RpcDirectCourse.of_one(session, head, request, workers, rpc, sequences, alone)
     record.kv, record.note = alone.kv.value, alone.why
     choice = RpcAloneChoice(gateway, request, workers[0], sequences)
     attempts = Attempts(gateway.config.retry, session.deadline)
     placed = Placed(Pair(workers[0], workers), sequences)
     return RpcRelayedCourse(session, head, request, rpc, placed, choice, attempts)
+
+
+def _runs_call(session: Session, request: InferenceRequest, rpc: RpcRequest) -> bool:
+    """Whether Envoy is to run the decode's call by itself, and not a leg of ours.
+
+    While a prefill runs, or waits in an engine's queue, nothing comes of it: a stream whose client is kept by comments
+    has to be ours. One that Envoy fetches costs less than a call that it runs; as a local reply, as which it may pile
+    up with Envoy, it is worth it for prompts that surely take long. And Envoy, whose call breaks, cuts the client's
+    answer: it shows nobody that there is something left to say.
+    """
+    gateway, config = session.gateway, session.gateway.config
+    kept = config.keep_alive > 0 and (gateway.fetches or rpc.tokens >= LONG_PROMPT)
+    return config.retry_released and not (request.stream and (kept or config.relay_streams))
 
 
 def but(

@@ -56,6 +56,7 @@ class RpcRelayedCourse(RelayedCourse):
         """See Course."""
         self._session.record.sent = self._session.gateway.clock.now()
         self._choice.begin(self._place(self._placed))
+        self._outlet.prepare()
         self._keep_client()
 
     def go_on(

@@ -115,6 +115,9 @@ class Trial(Session):
         super().reject(error)
         self._close_soon()
 
+    def prepare(self) -> None:
+        """See Outlet."""
+
     @property
     def full(self) -> bool:
         """See Outlet."""

@@ -15,6 +15,7 @@ ends without ``[DONE]``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from extproc.apis.table import CHAT, COMPLETIONS, GENERATE
@@ -36,6 +37,7 @@ from extproc.transcode.writer import Context, Writer
 
 _OK: Final = 0
 _SERVER_ERROR: Final = 500
+_FEW: Final = 100  # tokens of a prompt: their log probabilities are made JSON at once
 
 
 class Transcoder:
@@ -109,10 +111,14 @@ class Transcoder:
         """Whether nothing can be given out before the prefill has answered: the answer begins with what it knows."""
         return self._waits
 
-    def prefilled(self, complete: Complete | None) -> None:
+    def prefilled(self, complete: Complete | None) -> Callable[[], None] | None:
         """The prefill's last word; None if the decode worker does without a prefill.
 
         What this makes certain is given out by the next call; where the decode's reply has ended, by ``feed(b"")``.
+
+        Returns:
+            What is to be done first where that is much, some 10 µs for each token of the prompt, in any thread; then
+            :meth:`prompt_made`. Until then the transcoder :attr:`waits`.
 
         Raises:
             GatewayError: ``decode_bad_reply`` where it does not tell what was asked for.
@@ -120,10 +126,20 @@ class Transcoder:
         if complete is None:
             self._alone = True
             self._look_for_prompt()
-            return
+            return None
         self._tally.prefilled(complete.usage)
-        if self._waits and not self.complete:
-            self._prompt_told(complete.prompt_logprobs)
+        if not self._waits or self.complete:
+            return None
+        logprobs = self._checked(complete.prompt_logprobs)
+        if len(logprobs.ids) > _FEW:
+            return partial(self._writer.prompt, logprobs)
+        self._writer.prompt(logprobs)
+        self._waits = False
+        return None
+
+    def prompt_made(self) -> None:
+        """What :meth:`prefilled` has left to do is done."""
+        self._waits = False
 
     def feed(self, data: bytes) -> bytes:
         """A piece of the reply. Returns what can be sent to the client now.
@@ -191,16 +207,17 @@ class Transcoder:
     def _look_for_prompt(self) -> None:
         """Where there is no prefill, the decode tells of the prompt, at its end at last."""
         if self._alone and self._waits and (self._own_prompt is not None or self._output.finish is not None):
-            self._prompt_told(self._own_prompt)
+            self._writer.prompt(self._checked(self._own_prompt))
+            self._waits = False
 
-    def _prompt_told(self, logprobs: PromptLogprobs | None) -> None:
+    def _checked(self, logprobs: PromptLogprobs | None) -> PromptLogprobs:
+        """What is told of the prompt. Raises GatewayError where that is not what was asked for."""
         logprobs = logprobs or PromptLogprobs((), ())
         told, expected = len(logprobs.ids), self._prompt_tokens - (self._asked.logprob_start or 0)
         # How SGLang counts from the last tokens on is its own business.
         if told != expected and (self._asked.api is not GENERATE or (expected > 0 and not told)):
             raise bad_reply(f"log probabilities of {expected} tokens of the prompt were asked for, {told} are told")
-        self._waits = False
-        self._writer.prompt(logprobs)
+        return logprobs
 
     def _given(self) -> bytes:
         """All that is certain, and the end if it has come."""
