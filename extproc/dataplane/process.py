@@ -161,7 +161,7 @@ class EnvoyProcess:
         if self._directory is not None:
             self._directory.remove()
             self._directory = None
-            if self._config.egress is not None:  # Envoy leaves it behind
+            if self._config.egress is not None and self._config.egress.startswith("unix:"):  # Envoy leaves it behind
                 Path(self._config.egress.removeprefix("unix:")).unlink(missing_ok=True)
 
     async def _launch(self) -> None:
