@@ -218,8 +218,8 @@ class Service:
         egress = egress_target(settings)
         if self._discovery is not None:
             await self._discovery.prepare()
-        ours = settings.egress == EGRESS_ENVOY and isinstance(egress, str)
-        foreign = Path(egress) if settings.no_envoy and ours else None
+        others = settings.no_envoy and settings.egress == EGRESS_ENVOY
+        foreign = Path(egress) if others and isinstance(egress, str) else None
         stack.enter_context(run_dir.held(settings.run_dir, foreign=foreign))
         stack.push_async_callback(self._client.close)
         stack.push_async_callback(self.text.stop)

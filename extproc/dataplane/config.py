@@ -19,7 +19,7 @@ class DataplaneConfig:
     extproc: str  # ext_proc gRPC service
     ads: str  # ADS gRPC service
     control: str  # control API, HTTP/1.1
-    # Where Envoy listens for legs from the ext_proc service: whoever reaches it can send to every worker; None: nowhere.
+    # Where Envoy listens for legs from the ext_proc service; None: nowhere. Who reaches it can send to every worker.
     egress: str | None
     client_host: str = "0.0.0.0"  # noqa: S104  # a gateway serves the network unless told otherwise, like the peer
     client_port: int = 30000  # 0: any free port, see EnvoyProcess.client_address
