@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class UnavailableError(Exception):
     """There can be no engine here; the message says why."""
 
 
+@cache
 def compose_command() -> tuple[str, ...]:
     """Compose v2 if it is there, else docker-compose. Raises UnavailableError."""
     for command in _COMPOSE:

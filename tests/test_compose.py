@@ -13,9 +13,11 @@ import jsonschema
 import pytest
 import yaml
 
+from extproc.control.discovery_metrics import DiscoveryMetrics
 from extproc.control.kv_event_metrics import KvEventMetrics
 from extproc.control.metrics import Metrics
 from extproc.control.worker_metrics import WorkerMetrics
+from extproc.discovery.state import DiscoveryState
 from extproc.observe import RequestMetrics
 from extproc.policies.event_prefixes import EventPrefixes
 from extproc.sources import load_settings
@@ -167,6 +169,7 @@ def families() -> dict[str, Any]:
     metrics, registry = Metrics(), Registry(lambda _: None)
     RequestMetrics(metrics)
     WorkerMetrics(registry, metrics)
+    DiscoveryMetrics(DiscoveryState("file"), metrics)
     prefixes = EventPrefixes(1)
     KvEventMetrics(registry, KvEventFeed(registry, prefixes, Common()), prefixes, metrics)
     return dict(metrics._families)

@@ -102,7 +102,7 @@ OTHERS_OPTIONS = {
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--grpc", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
     *("--enable-metrics", "--kv-events-config", "--served-model-name"),
-    *("--build-arg", "--upgrade", "--ready"),
+    *("--build-arg", "--upgrade", "--ready", "--concurrency"),
 }
 
 
