@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench integration integration-engines clean
+.PHONY: help demo test lint lock bench integration integration-engines clean
 
 help:  ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 28
@@ -23,6 +23,9 @@ test: $(READY)  ## unit tests, and integration tests against a real Envoy
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+lock:  ## write image/*.lock anew, as pyproject.toml asks: what the container image installs
+	scripts/lock-requirements.sh
 
 integration: $(READY)  ## only the tests against a real Envoy
 	$(BIN)/pytest -m "not engines" $(PYTEST_FLAGS) integration

@@ -33,6 +33,7 @@ class CommandModule(Protocol):
 class _Command:
     module: str
     summary: str
+    has_settings: bool = True
 
     def load(self) -> CommandModule:
         """Import the module: pydantic, Envoy's types and the servers take longer than ``--help`` may."""
@@ -43,6 +44,7 @@ COMMANDS = {
     "launch": _Command("extproc.launch", "start the gateway: Envoy and the service beside it"),
     "demo": _Command("extproc.demo.cli", "start everything, with mock workers or real vLLM, and show a few requests"),
     "mock": _Command("extproc.mock.cli", "start one mock worker"),
+    "health": _Command("extproc.health", "ask whether a gateway or a worker is well", has_settings=False),
     "envoy-config": _Command("extproc.envoy_config", "print the Envoy configuration that launch would use"),
 }
 
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     module = COMMANDS[name].load()
     module.add_arguments(parser)
+    if not COMMANDS[name].has_settings:
+        return module.run(parser.parse_args(arguments))
 
     from extproc.flags import split_prefill  # noqa: PLC0415 - pydantic again
     from extproc.sources import SettingsError  # noqa: PLC0415 - pydantic again

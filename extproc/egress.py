@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from extproc.envoy_config import egress_target
 from extproc.transport.address import TcpAddress, parse_address
 from extproc.transport.egress import EgressClient
 from extproc.transport.interface import Egress
@@ -49,7 +50,7 @@ def egress_of(settings: Settings) -> Way:
     if settings.egress == EGRESS_ENVOY:
         # Envoy serves a connection by one of its threads: with one connection all legs would be that thread's.
         connections = min(settings.envoy_concurrency, _MOST_CONNECTIONS)
-        return EnvoyEgress(settings.egress_address.removeprefix("unix:"), connections=connections)
+        return EnvoyEgress(egress_target(settings), connections=connections)
     address = parse_address(settings.egress.removeprefix("http://"))
     assert isinstance(address, TcpAddress)
     return ProxyEgress(address.host, address.port)

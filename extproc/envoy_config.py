@@ -13,8 +13,10 @@ from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.config import DEBIAN_CA_FILE, STANDALONE, DataplaneConfig
 from extproc.dataplane.snippets import SNIPPETS, Place, SnippetConfig
 from extproc.flags import read_settings
+from extproc.transport.address import TcpAddress, parse_address
 from extproc.values import EGRESS_ENVOY, Destination
 from extproc.workers.endpoints import Endpoint
+from extproc.workers.resolver import literal
 
 if TYPE_CHECKING:
     import argparse
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from extproc.settings import Settings
     from extproc.workers.spec import WorkerSpec
 
-__all__ = ["add_arguments", "dataplane_config", "run"]
+__all__ = ["add_arguments", "control_target", "dataplane_config", "egress_target", "run"]
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - replaced, not bound
 _PLACE: Final = Place()
@@ -55,10 +57,12 @@ def dataplane_config(settings: Settings) -> DataplaneConfig:
         extproc=_reachable(settings.extproc_address),
         ads=_reachable(settings.ads_address),
         control=_reachable(settings.control_address),
-        egress=settings.egress_address if settings.egress == EGRESS_ENVOY else None,
+        egress=_listening(settings.egress_address) if settings.egress == EGRESS_ENVOY else None,
         client_host=settings.host,
         client_port=settings.port,
         admin_port=settings.envoy_admin_port,
+        status_host=settings.prometheus_host,
+        status_port=settings.envoy_status_port,
         request_timeout=settings.request_timeout_secs,
         max_payload_bytes=settings.max_payload_size,
         concurrency=settings.envoy_concurrency,
@@ -67,6 +71,17 @@ def dataplane_config(settings: Settings) -> DataplaneConfig:
         destination_header=settings.destination is not Destination.METADATA,
         access_log=settings.access_log,
     )
+
+
+def egress_target(settings: Settings) -> str | TcpAddress:
+    """Where the service connects to Envoy's egress listener: the path of a socket file, or a TCP address."""
+    address = parse_address(_reachable(settings.egress_address))
+    return address if isinstance(address, TcpAddress) else address.path
+
+
+def control_target(settings: Settings) -> str:
+    """Where a client on this machine finds the control API: ``unix:/path`` or ``host:port``."""
+    return _reachable(settings.control_address)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -104,7 +119,15 @@ def _endpoint(worker: WorkerSpec) -> Endpoint:
     return Endpoint(url.host, url.port, url.host, tls=url.tls, grpc=url.is_grpc)
 
 
+def _listening(address: str) -> str:
+    """Where Envoy listens for a service that connects to ``address``: on all its addresses, where that is a name."""
+    parsed = parse_address(address)
+    if isinstance(parsed, TcpAddress) and literal(parsed.host) is None:
+        return f"0.0.0.0:{parsed.port}"
+    return address
+
+
 def _reachable(address: str) -> str:
-    """Where Envoy on the same host connects for a service that listens on ``address``."""
+    """Where who is on the same host connects for a service that listens on ``address``."""
     host, colon, port = address.rpartition(":")
     return f"{_WILDCARDS.get(host, host)}{colon}{port}"

@@ -28,6 +28,7 @@ other ways to set an option:
   PD_EXTPROC_PREFILL="http://a:8000 8998;http://b:8000 none"      PD_EXTPROC_DECODE="http://c:8001;http://d:8001"
   prefill: ["http://a:8000 8998", {url: "http://b:8000", kv_connector: NixlConnector, labels: {zone: a}}]
   A mapping takes the fields of POST /workers: kv_transfer_config for a MultiConnector, labels, api_key, models ...
+  As a flag or in the environment it is JSON: --decode '{"url": "http://c:8001", "kv_connector": "NixlConnector"}'
 
 Options of smg launch that are not listed here are recognised, and refused as not available yet.
 """

@@ -5,6 +5,7 @@ Messages are those of ``smg launch`` where it has the rule.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from extproc.workers.worker import Role, WorkerUrl
 
 
 def _prefill(value: object) -> object:
+    value = _parsed(value)
     if isinstance(value, str):
         url, *ports = value.split() or [""]
         if len(ports) > 1:
@@ -26,9 +28,20 @@ def _prefill(value: object) -> object:
 
 
 def _decode(value: object) -> object:
+    value = _parsed(value)
     if isinstance(value, str):
         return WorkerSpec(WorkerUrl.parse(value), Role.DECODE)
     return _from_mapping(value, Role.DECODE, "a URL")
+
+
+def _parsed(value: object) -> object:
+    """A mapping as JSON, for a flag or a variable, as the mapping; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r}: not valid JSON: {error}") from None
 
 
 def _from_mapping(value: object, role: Role, text: str) -> object:

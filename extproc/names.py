@@ -52,7 +52,9 @@ OUR_PREFIX: Final = "x-pd-"
 EXTPROC_CLUSTER: Final = "extproc"
 ADS_CLUSTER: Final = "ads"
 CONTROL_CLUSTER: Final = "control"
+ADMIN_CLUSTER: Final = "admin"
 ANSWERS_CLUSTER: Final = "answers"  # the service once more, as a worker would be: answers that it makes itself
 
 CLIENT_LISTENER: Final = "clients"
 EGRESS_LISTENER: Final = "egress"
+STATUS_LISTENER: Final = "status"

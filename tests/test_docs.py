@@ -102,6 +102,7 @@ OTHERS_OPTIONS = {
     *("--prefill-attention-backend", "--decode-attention-backend", "--disable-log-stats"),
     *("--profiler-config", "--grpc", "--smg-grpc-mode", "--dry-run", "--engine", "--role", "--kv-connector"),
     *("--enable-metrics", "--kv-events-config", "--served-model-name"),
+    *("--build-arg", "--upgrade", "--ready", "--concurrency"),
 }
 
 
@@ -461,7 +462,7 @@ def test_the_defaults_of_retries():
     assert table[pauses] == ", ".join(f"{fields[name].default:g}" for name in names)
 
 
-@pytest.mark.parametrize("document", [*ROOT.glob("docs/*.md"), ROOT / "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"], ids=lambda path: path.name)
 def test_options_named_are_there(document):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -549,7 +550,7 @@ def test_every_verb_of_the_readme_is_in_the_makefile(verb):
     assert re.search(rf"^{verb}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", [*ROOT.glob("docs/*.md"), ROOT / "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"], ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
         assert (document.parent / target).exists(), target

@@ -288,13 +288,14 @@ SAMPLES: dict[str, tuple[str, str, object]] = {
     "destination_hosts": ("1", "1", 1),
     "envoy_path": ("/opt/envoy", "/opt/envoy", Path("/opt/envoy")),
     "envoy_admin_port": ("81", "81", 81),
+    "envoy_status_port": ("81", "81", 81),
     "envoy_concurrency": ("7", "7", 7),
     "access_log": ("true", "true", True),
     "run_dir": ("/srv/run", "/srv/run", Path("/srv/run")),
     "extproc_address": ("unix:/x.sock", "unix:/x.sock", "unix:/x.sock"),
     "ads_address": ("[::1]:81", "'[::1]:81'", "[::1]:81"),
     "control_address": ("name:81", "name:81", "name:81"),
-    "egress_address": ("unix:/x.sock", "unix:/x.sock", "unix:/x.sock"),
+    "egress_address": ("envoy:81", "envoy:81", "envoy:81"),
     "grpc_transport": ("grpcio", "grpcio", GrpcTransport.GRPCIO),
     "log_level": ("debug", "debug", LogLevel.DEBUG),
     "log_json": ("true", "true", True),
@@ -674,7 +675,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("extproc_address", "unix:x.sock", "A unix socket's path must be absolute: unix:/path (got 'unix:x.sock')"),
     ("extproc_address", "::1:81", "'::1:81': expected unix:/path or host:port, an IPv6 host in brackets"),
     ("extproc_address", "host:0", "Port must be between 1 and 65535 (got 'host:0')"),
-    ("egress_address", "host:81", "Must be unix:/path (got 'host:81')"),
+    ("egress_address", "envoy:0", "Port must be between 1 and 65535 (got 'envoy:0')"),
     ("decode", "HTTP://a:1", f"'HTTP://a:1': {URL_SCHEME}"),
     ("decode", "http://", "'http://': URL must have a valid host"),
     (
@@ -929,3 +930,10 @@ def test_where_kv_events_are() -> None:
         assert "tcp://HOST:PORT" in problem
     (problem,) = problems({"kv_event_source": "auto", "kv_event_replay": "tcp://*:5558"})
     assert "--kv-event-replay" in problem
+
+
+def test_what_envoy_tells_needs_a_known_admin_port() -> None:
+    with pytest.raises(SettingsError, match="--envoy-status-port"):
+        load({"envoy_status_port": "9902", "envoy_admin_port": "0"})
+    with pytest.raises(SettingsError, match="cannot both be 9902"):
+        load({"envoy_status_port": "9902", "port": "9902"})

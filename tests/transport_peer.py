@@ -10,6 +10,7 @@ from typing import cast
 
 import ngh2
 
+from extproc.transport.address import TcpAddress
 from extproc.transport.interface import Header, Lost
 
 PATIENCE = 60.0  # seconds until a condition that must come true is given up
@@ -106,8 +107,12 @@ class PeerServer:
         self.changed = asyncio.Event()
         self._server: asyncio.Server | None = None
 
-    async def start(self, path: str) -> None:
-        self._server = await asyncio.get_running_loop().create_unix_server(lambda: Peer(self), path)
+    async def start(self, where: str | TcpAddress) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(where, TcpAddress):
+            self._server = await loop.create_server(lambda: Peer(self), where.host, where.port)
+        else:
+            self._server = await loop.create_unix_server(lambda: Peer(self), where)
 
     async def stop(self) -> None:
         assert self._server is not None
@@ -132,11 +137,15 @@ class PeerServer:
 
 @asynccontextmanager
 async def peer_server(
-    path: str, settings: dict[int, int] | None = None, *, greets: bool = True, auto_window_update: bool = True
+    where: str | TcpAddress,
+    settings: dict[int, int] | None = None,
+    *,
+    greets: bool = True,
+    auto_window_update: bool = True,
 ) -> AsyncIterator[PeerServer]:
     """A listening PeerServer."""
     server = PeerServer(settings, greets=greets, auto_window_update=auto_window_update)
-    await server.start(path)
+    await server.start(where)
     try:
         yield server
     finally:

@@ -30,6 +30,7 @@ from extproc.dataplane.clusters import clusters
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.listeners import client_listener, egress_listener
 from extproc.dataplane.messages import any_of, seconds, socket_address
+from extproc.dataplane.status import status_listener
 from extproc.names import ADS_CLUSTER
 
 
@@ -47,7 +48,11 @@ def bootstrap(config: DataplaneConfig) -> Bootstrap:
         overload_manager=_overload_manager(),
         dynamic_resources=BootstrapDynamicResources(ads_config=_ads()),
         static_resources=BootstrapStaticResources(
-            listeners=[client_listener(config), *([egress_listener(config, config.egress)] if config.egress else [])],
+            listeners=[
+                client_listener(config),
+                *([egress_listener(config, config.egress)] if config.egress else []),
+                *([status_listener(config)] if config.status_port else []),
+            ],
             clusters=clusters(config),
         ),
     )

@@ -64,6 +64,7 @@ from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.http2 import to_answers, to_engines, trusted_http2, with_signs_of_life
 from extproc.dataplane.messages import any_of, dead_peer_detection, envoy_address, extension, seconds, struct
 from extproc.names import (
+    ADMIN_CLUSTER,
     ADS_CLUSTER,
     ANSWERS_CLUSTER,
     CONTROL_CLUSTER,
@@ -71,7 +72,7 @@ from extproc.names import (
     EXTPROC_CLUSTER,
     METADATA_NAMESPACE,
 )
-from extproc.transport.address import Address, UnixAddress, parse_address
+from extproc.transport.address import Address, TcpAddress, UnixAddress, parse_address
 from extproc.workers.endpoints import DECODE_GRPC_CLUSTER, PREFILL_GRPC_CLUSTER, ROLES
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
@@ -82,12 +83,14 @@ _NO_CERTIFICATE_HAS_THIS_HASH = "00" * 32
 
 def clusters(config: DataplaneConfig) -> list[Cluster]:
     """Every cluster of the bootstrap."""
+    admin = TcpAddress("127.0.0.1", config.admin_port)
     return [
         *(eds_cluster(name, config, ConfigSource(ads=AggregatedConfigSource())) for name in ROLES),
         extproc_cluster(config),
         ads_cluster(config),
         *([_answers_cluster(config)] if config.fetched_answers else []),
         control_cluster(config),
+        *([_service_cluster(ADMIN_CLUSTER, admin, _http1(config.upstream_idle_timeout))] if config.status_port else []),
     ]
 
 

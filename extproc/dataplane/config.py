@@ -19,12 +19,13 @@ class DataplaneConfig:
     extproc: str  # ext_proc gRPC service
     ads: str  # ADS gRPC service
     control: str  # control API, HTTP/1.1
-    # Where Envoy listens for legs from the ext_proc service; a unix socket, so that only it can send, unless a mesh
-    # sees to that. None: nowhere.
+    # Where Envoy listens for legs from the ext_proc service; None: nowhere. Who reaches it can send to every worker.
     egress: str | None
     client_host: str = "0.0.0.0"  # noqa: S104  # a gateway serves the network unless told otherwise, like the peer
     client_port: int = 30000  # 0: any free port, see EnvoyProcess.client_address
     admin_port: int = 9901  # on 127.0.0.1 only; 0: any free port
+    status_host: str = "0.0.0.0"  # noqa: S104  # metrics are for who collects them
+    status_port: int = 0  # where what of the admin interface changes nothing may be read; 0: nowhere
     request_timeout: float = 1800.0
     timeout_margin: float = 5.0  # how much later than our own deadlines Envoy's timers fire; they are the safety net
     max_payload_bytes: int = 512 * 1024 * 1024

@@ -123,6 +123,8 @@ def egress_listener(config: DataplaneConfig, address: str) -> Listener:
     )
     _leave_alone(manager)
     listener = _listener(EGRESS_LISTENER, envoy_address(parse_address(address), mode=_EGRESS_SOCKET_MODE), manager)
+    if not address.startswith("unix:"):
+        listener.tcp_keepalive = dead_peer_detection()
     # While the gateway drains, requests under way still need their legs: this listener stays as it is until the end.
     listener.traffic_direction = TrafficDirection.OUTBOUND
     listener.drain_type = ListenerDrainType.MODIFY_ONLY

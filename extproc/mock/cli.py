@@ -67,6 +67,7 @@ def _add_sglang(group: argparse._ArgumentGroup) -> None:
 def _add_vllm(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-connector", choices=[NIXL, MOONCAKE], help="how KV is passed on; default: NIXL in a pair")
     group.add_argument("--engine-id", help="the engine's id; default: a random one")
+    group.add_argument("--side-channel-host", help="address that decodes fetch caches at; default: --host")
     group.add_argument("--side-channel-port", type=int, default=0, help="where decodes fetch caches; 0: a free port")
     group.add_argument("--max-model-len", type=int, default=131_072, help="longest prompt and answer together")
     group.add_argument("--kv-blocks", type=int, default=16_384, help="how many blocks the cache has")
@@ -126,6 +127,7 @@ def _vllm(options: argparse.Namespace) -> VllmMock:
         connector=options.kv_connector,
         host=options.host,
         port=options.port,
+        side_channel_host=options.side_channel_host,
         side_channel_port=options.side_channel_port,
         bootstrap_port=options.bootstrap_port,
         engine_id=options.engine_id,

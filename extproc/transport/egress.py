@@ -1,4 +1,4 @@
-"""``Egress``: HTTP/2 to Envoy's egress listener over a unix socket, connected as long as it can be."""
+"""``Egress``: HTTP/2 to Envoy's egress listener, connected as long as it can be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from extproc.transport.address import TcpAddress, keep_alive
 from extproc.transport.egress_connection import EgressConnection
 from extproc.transport.egress_leg import EgressLeg
 from extproc.transport.interface import Lost
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_CONNECT_SECONDS = 2.0  # for the name and the connection, over TCP
 _GREETING_SECONDS = 2.0  # a listener that accepts but does not speak HTTP/2 within this time is tried again
 _FIRST_BACKOFF = 0.01  # seconds between attempts to connect; doubles up to _LAST_BACKOFF
 _LAST_BACKOFF = 0.5
@@ -37,12 +39,14 @@ class _Waiting:
 class EgressClient:
     """Implements ``Egress``.
 
-    ``path`` is the listener's socket file. ``connections`` are kept open side by side and used in turn: Envoy serves
-    one connection on one of its worker threads. A request that finds none of them up waits ``patience`` seconds.
+    ``address`` is the listener's socket file, or where it is over TCP; a name is looked up anew for each connection,
+    since an Envoy in a container may come back elsewhere. ``connections`` are kept open side by side and used in turn:
+    Envoy serves one connection on one of its worker threads. A request that finds none of them up waits ``patience``
+    seconds.
     """
 
-    def __init__(self, path: str, *, connections: int = 1, patience: float = 1.0) -> None:
-        self._path = path
+    def __init__(self, address: str | TcpAddress, *, connections: int = 1, patience: float = 1.0) -> None:
+        self._address = address
         self._wanted = connections
         self._patience = patience
         self._usable: list[EgressConnection] = []
@@ -117,7 +121,7 @@ class EgressClient:
         """A connection whose peer speaks HTTP/2, or None."""
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_unix_connection(lambda: EgressConnection(self._all.discard), self._path)
+            connection = await self._open(loop)
         except OSError as error:
             _log.debug("egress listener: %s", error)
             return None
@@ -132,6 +136,18 @@ class EgressClient:
             connection.terminate()
         return connection if connection.usable else None
 
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> EgressConnection:
+        """A connection that was accepted. Raises OSError."""
+        address = self._address
+        if not isinstance(address, TcpAddress):
+            return (await loop.create_unix_connection(lambda: EgressConnection(self._all.discard), address))[1]
+        async with asyncio.timeout(_CONNECT_SECONDS):  # a machine that is gone says nothing
+            transport, connection = await loop.create_connection(
+                lambda: EgressConnection(self._all.discard), address.host, address.port
+            )
+        keep_alive(transport)
+        return connection
+
     def _send_waiting(self) -> None:
         while self._waiting and self._usable:
             request = self._waiting.popleft()
@@ -144,7 +160,7 @@ class EgressClient:
         self._timer = None
         now = asyncio.get_running_loop().time()
         while self._waiting and self._waiting[0].deadline <= now:
-            self._waiting.popleft().leg.lost(Lost.UNREACHABLE, f"no connection to {self._path}")
+            self._waiting.popleft().leg.lost(Lost.UNREACHABLE, f"no connection to {self._address}")
         self._set_timer()
 
     def _set_timer(self) -> None:

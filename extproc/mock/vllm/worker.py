@@ -42,7 +42,8 @@ class VllmMock(MockWorker):
     """A strict mock of one vLLM process.
 
     ``role`` is ``prefill``, ``decode`` or ``aggregated``; ``connector`` is ``NixlConnector``, ``MooncakeConnector`` or
-    empty (none). ``side_channel_port`` is where decodes fetch KV caches, ``bootstrap_port`` where a Mooncake prefill
+    empty (none). ``side_channel_port`` is where decodes fetch KV caches, on ``host`` or ``side_channel_host``, which is
+    what they are told (VLLM_NIXL_SIDE_CHANNEL_HOST: a name that they know); ``bootstrap_port`` where a Mooncake prefill
     answers ``GET /query``; both are real after ``start``. ``tokens`` is the length of an answer that nothing limits.
     Times are in seconds: ``first_token_delay`` is what computing a prompt takes, ``token_delay`` a token, ``lease`` how
     long blocks wait for a decode (None: the engine's default). ``options`` are those of ``Options``, by name.
@@ -68,6 +69,7 @@ class VllmMock(MockWorker):
         connector: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        side_channel_host: str | None = None,
         side_channel_port: int = 0,
         bootstrap_port: int = 0,
         engine_id: str | None = None,
@@ -88,6 +90,7 @@ class VllmMock(MockWorker):
         self.model = model
         self.engine_id = engine_id or f"{new_id(8)}-{new_id(4)}-{new_id(4)}-{new_id(4)}-{new_id(12)}"
         self.connector_name = ("" if role == "aggregated" else NIXL) if connector is None else connector
+        self._side_channel_host = side_channel_host or host
         self.side_channel_port = side_channel_port
         self.bootstrap_port = bootstrap_port
         if lease is None:
@@ -214,7 +217,7 @@ class VllmMock(MockWorker):
         connector = self._connector
         if connector is None:
             return
-        await connector.start(self.host, self.side_channel_port)
+        await connector.start(self._side_channel_host, self.side_channel_port)
         self.side_channel_port = connector.port
         if isinstance(connector, Mooncake) and self.has_bootstrap:
             await connector.bootstrap.start(self.host, self.bootstrap_port)
