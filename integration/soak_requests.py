@@ -348,8 +348,8 @@ class Visit:
         return self.method == "POST" and self.path not in _ANSWERED_BY_ENVOY
 
 
-def visit(seed: int, number: int) -> Visit:
-    """The visit of this number."""
+def visit(seed: int, number: int, *, patient: bool) -> Visit:
+    """The visit of this number. Who is ``patient`` may wait until the gateway gives up."""
     chance = Random(f"{seed}/{number}")
     if chance.random() < 0.05:
         return _bad(chance, number)
@@ -374,15 +374,15 @@ def visit(seed: int, number: int) -> Visit:
         chunked=chance.random() < 0.2,
     )
     if LATE in made.ends:
-        return _hanging(chance, made, question)
+        return _hanging(chance, made, question, patient=patient)
     if chance.random() < 0.12:
         return replace(made, leave=_leave(chance))
     return made
 
 
-def _hanging(chance: Random, made: Visit, question: Question) -> Visit:
+def _hanging(chance: Random, made: Visit, question: Question, *, patient: bool) -> Visit:
     """A client that gives up soon, or one that waits for the gateway to give up."""
-    if chance.random() < 0.95:
+    if chance.random() < 0.95 or not patient:
         return replace(made, patience=chance.uniform(0.05, 0.4))
     ends = made.ends - {LATE} | question.broken("request_timeout", 504)
     return replace(made, ends=ends)

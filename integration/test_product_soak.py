@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import count, islice
 
@@ -23,7 +23,7 @@ from soak_clients import Book, Seen, Visitor, crowd
 from soak_fleet import Absence, SoakedProduct, Turnover, Why
 from soak_footprint import Footprint, at_rest, exchanges
 from soak_lines import Http1Line, Http2Line
-from soak_requests import End, Kind, visit
+from soak_requests import End, Kind, Visit, visit
 
 from extproc.exchange.record import Record
 from extproc.mock import SglangMock
@@ -66,7 +66,8 @@ class Soak:
         self._product = product
         self._aggregated = aggregated
         self._name = f"soak-{seed}"
-        self._visits = (visit(seed, number) for number in count())
+        self._seed = seed
+        self._numbers = count()
         self._turnover = Turnover(product, random.Random(seed))
 
     async def warm_up(self) -> Footprint:
@@ -83,7 +84,7 @@ class Soak:
     async def storm(self, requests: int) -> None:
         """Make requests while workers go and come, and some more when all are back."""
         async with self._turnover:
-            await self._make(requests)
+            await self._make(requests, patient=requests // 2)
         await self._make(CALM)
 
     @asynccontextmanager
@@ -100,11 +101,16 @@ class Soak:
             for client in shared:
                 await client.close()
 
-    async def _make(self, requests: int) -> None:
+    def _visits(self, requests: int, patient: int) -> Iterator[Visit]:
+        """The next ones; the clients of the first so many may be ``patient``: nobody has to wait for them in the end."""
+        for place, number in enumerate(islice(self._numbers, requests)):
+            yield visit(self._seed, number, patient=place < patient)
+
+    async def _make(self, requests: int, *, patient: int = 0) -> None:
         began = time.monotonic()
         product, absences = self._product, self._turnover.absences
         async with self._visitors() as visitors:
-            book = await crowd(visitors, islice(self._visits, requests))
+            book = await crowd(visitors, self._visits(requests, patient))
         self._aggregated.clear()
         await product.records.until(lambda: product.gateway.alive == 0)
         seconds = time.monotonic() - began
