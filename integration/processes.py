@@ -16,7 +16,7 @@ from typing import Any, Self
 from http_client import Client, CutError
 from product import soon
 
-PATIENCE = 60.0  # seconds; starting Python and Envoy on a busy machine takes some
+PATIENCE = 120.0  # seconds; starting Python and Envoy on a busy machine takes some
 
 
 def free_port() -> int:

@@ -102,7 +102,7 @@ class Soak:
                 await client.close()
 
     def _visits(self, requests: int, patient: int) -> Iterator[Visit]:
-        """The next ones; the clients of the first so many may be ``patient``: nobody has to wait for them in the end."""
+        """The next ones; the clients of the first so many may be ``patient``: in the end nobody waits for them."""
         for place, number in enumerate(islice(self._numbers, requests)):
             yield visit(self._seed, number, patient=place < patient)
 
