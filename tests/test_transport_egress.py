@@ -40,7 +40,7 @@ async def server(path: str) -> AsyncIterator[PeerServer]:
 
 @pytest.fixture
 async def client(path: str) -> AsyncIterator[EgressClient]:
-    client = EgressClient(path, patience=0.3)
+    client = EgressClient(path, patience=2.0)
     client.start()
     yield client
     await client.stop()
@@ -304,7 +304,7 @@ async def test_without_a_listener_a_leg_is_unreachable_after_its_patience(client
         client.send(post(), b"hello", receiver)
     client.send(post(), b"hello", Receiver()).cancel()
     assert [await receiver.end() for receiver in receivers] == [Lost.UNREACHABLE] * 3
-    assert 0.3 <= time.monotonic() - begin < 30
+    assert 2.0 <= time.monotonic() - begin < 30
     assert client.connections_up == 0
 
 
