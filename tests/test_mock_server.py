@@ -431,7 +431,7 @@ async def test_requests_over_http(mock: SglangMock) -> None:
 
 
 async def test_listener_and_crash_over_http(dial: Dial, mock: SglangMock) -> None:
-    await ask(mock, "/_mock/listener", {"refuse_seconds": 0.05})
+    await ask(mock, "/_mock/listener", {"refuse_seconds": 2})
     with pytest.raises(ConnectionRefusedError):
         await dial(mock)
 
