@@ -87,8 +87,9 @@ async def test_what_is_of_no_effect_hangs_on_the_connector_that_the_server_has(
     assert worker is not None
     await eventually(lambda: worker.status is Status.READY and worker.kv_connector == connector)
     await eventually(lambda: api.registry.trouble(worker) == "; ".join(said))
-    answer = await api.ask("PATCH", f"/workers/{worker.id}", json={"labels": {"zone": "a"}})
-    assert answer.json.get("warnings", []) == said
+    for patch, warned in (({"labels": {"zone": "a"}}, []), (fields, said)):
+        answer = await api.ask("PATCH", f"/workers/{worker.id}", json=patch)
+        assert answer.json.get("warnings", []) == warned
     answer = await api.ask("PUT", f"/workers/{worker.id}", json=body)  # as if it had said nothing yet
     assert "warnings" not in answer.json
 

@@ -103,7 +103,7 @@ def test_models_and_roles_are_apart():
     policy = sticky()
     assert serve(policy, asked(model="a")) is not serve(policy, asked(model="b"))
     policies = [sticky(PolicyName.PASSTHROUGH) for _ in range(2)]
-    prefill, decode = worker(Role.PREFILL, 1), WORKERS[0]
+    prefill, decode = worker(Role.PREFILL, 11), WORKERS[0]
     place = Placer(FakeFleet(prefill, decode), *policies)
     assert place.pair(asked()) == (prefill, [decode])
 
