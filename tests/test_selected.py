@@ -106,6 +106,14 @@ def test_a_short_prompt_names_no_prefill():
     it.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("tokens", [0, 1000], ids=["pair", "decode alone"])
+def test_a_response_has_the_name_that_its_engine_gives_it(tokens):
+    it = rig(min_prompt_tokens=tokens)
+    sent = json.dumps({"model": "tiny", "input": "Say hi"}).encode()
+    body, *_ = released(it.post("/v1/responses", sent))
+    assert body == sent
+
+
 @pytest.mark.parametrize("body", [{"max_tokens": 1}, {"n": 2}, {"prompt_logprobs": 1}])
 def test_what_we_would_split_or_send_to_one_is_the_sidecars_to_do(body):
     it = rig()
