@@ -8,6 +8,8 @@ from typing import Final
 # it), dynamic metadata of the same name on the client listener. The Gateway API Inference Extension named it.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 METADATA_NAMESPACE: Final = "envoy.lb"
+# Metadata of that namespace by which an Envoy of others tells an endpoint picker who served.
+SERVED: Final = "x-gateway-destination-endpoint-served"
 
 # Which prefill worker the routing sidecar of llm-d beside a decode worker is to use, as "ip:port"; its name until 2026
 # and since. Only with --mode select-only.

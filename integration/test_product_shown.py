@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from http2_client import Http2Client
 from product import Product, soon
 
-from extproc.dataplane import ext_proc
+from extproc.dataplane import clusters, ext_proc, routes
 from extproc.mock import Fault, Point
+from extproc.names import METADATA_NAMESPACE, SERVED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,6 +33,19 @@ def showing() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ext_proc, "ProcessingMode", shown)
+        yield
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[None]:
+    """Have Envoy say in metadata alone who served, as Istio has it do."""
+    policy, options = clusters.OverrideHost, ext_proc.MetadataOptions
+    key = MetadataKey(key=METADATA_NAMESPACE, path=[MetadataKeyPathSegment(key=SERVED)])
+    forwarded = ext_proc.MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clusters, "OverrideHost", partial(policy, selected_host_key=key))
+        patch.setattr(ext_proc, "MetadataOptions", partial(options, forwarding_namespaces=forwarded))
+        patch.setattr(routes, "UPSTREAM", "x-another")
         yield
 
 
@@ -101,3 +116,11 @@ async def test_a_client_that_leaves(product: Product) -> None:
     assert await exchange.piece()
     exchange.close()
     await soon(lambda: not any(mock.live for mock in product.mocks), "a leg goes on")
+
+
+async def test_who_served_after_a_failover_is_said_in_metadata(telling: None) -> None:  # noqa: ARG001
+    async with Product(disable_retries=True) as product:
+        await product.decode.refuse()
+        answers = [await product.post(PATH, CHAT) for _ in range(2)]
+        assert {(answer.status, answer.header("x-pd-decode")) for answer in answers} == {(200, product.decodes[1].url)}
+        await product.settled()

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from envoy.config.core.v3.base_pb2 import Metadata
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders
 from fakes import Rig, mooncake, mutated, nixl
 
 from extproc.exchange.attempts import RetryPolicy
@@ -104,6 +106,14 @@ def test_a_short_prompt_names_no_prefill():
     it.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("tokens", [0, 1000], ids=["pair", "decode alone"])
+def test_a_response_has_the_name_that_its_engine_gives_it(tokens):
+    it = rig(min_prompt_tokens=tokens)
+    sent = json.dumps({"model": "tiny", "input": "Say hi"}).encode()
+    body, *_ = released(it.post("/v1/responses", sent))
+    assert body == sent
+
+
 @pytest.mark.parametrize("body", [{"max_tokens": 1}, {"n": 2}, {"prompt_logprobs": 1}])
 def test_what_we_would_split_or_send_to_one_is_the_sidecars_to_do(body):
     it = rig()
@@ -157,5 +167,25 @@ def test_an_answer_that_is_shown_is_given_back_as_it_is():
     client.tell(response_body={"body": b"", "end_of_stream": True})
     pieces = [m.response_body.response.body_mutation.streamed_response for m in client.call.take()]
     assert [(piece.body, piece.end_of_stream) for piece in pieces] == [(b"abc", False), (b"", True)]
+    client.close()
+    it.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_who_served_may_be_said_in_metadata(ours):
+    """As endpoint pickers are told; a header of ours would know better."""
+    it = rig()
+    client = it.post(PATH, CHAT)
+    released(client)
+    head = HttpHeaders()
+    head.headers.headers.add(key=":status", raw_value=b"200")
+    if ours:
+        head.headers.headers.add(key="x-pd-upstream", raw_value=b"127.0.0.1:11")
+    context = Metadata()
+    context.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": "127.0.0.1:12"})
+    client.tell(response_headers=head, metadata_context=context)
+    (answer,) = client.call.take()
+    assert mutated(answer)["x-pd-decode"] == f"http://127.0.0.1:{11 if ours else 12}"
+    assert it.workers[2].breaker._failures == (0 if ours else 1), "it has refused the connection"
     client.close()
     it.assert_nothing_is_left()

@@ -162,6 +162,8 @@ class DirectCourse:
 
     def _name(self, worker: Worker) -> None:
         """Name a response that ``worker`` will make, so that it can be found again."""
+        if self._session.gateway.config.select_only:  # bodies stay as they are
+            return
         self._stored, members = naming(self._session.gateway.stored, self._request, worker, self._session.take_own_id())
         edits = Edits(members) if members else NO_EDITS
         self._edits = LegEdits(edits, edits) if members else WHOLE

@@ -7,6 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from envoy.config.core.v3.base_pb2 import HeaderValue as EnvoyHeaderValue
+from envoy.config.core.v3.base_pb2 import Metadata
+
+from extproc.names import METADATA_NAMESPACE, SERVED, UPSTREAM
 from extproc.transport.interface import Header
 
 # A client's connection to us, never passed on: RFC 9110 §7.6.1.
@@ -136,6 +140,21 @@ def end_to_end(headers: Iterable[Header]) -> list[Header]:
         for name, value in headers
         if name not in _RESPONSE_NOT_FORWARDED and not name.startswith((b"x-pd-", b"x-envoy-"))
     ]
+
+
+def with_served(headers: Iterable[HeaderValue], context: Metadata) -> Iterable[HeaderValue]:
+    """An answer's headers with who gave it, where Envoy says that in metadata only; a header of ours that says it wins.
+
+    Source: Gateway API Inference Extension, docs/proposals/004-endpoint-picker-protocol; in Envoy ``selected_host_key``
+    of the policy ``override_host`` (istio/istio pull request 59538 sets it).
+    """
+    found = context.filter_metadata
+    if METADATA_NAMESPACE not in found:
+        return headers
+    fields = found[METADATA_NAMESPACE].fields
+    if SERVED not in fields:
+        return headers
+    return [EnvoyHeaderValue(key=UPSTREAM, raw_value=fields[SERVED].string_value.encode()), *headers]
 
 
 def client_request_id(head: RequestHead, names: Sequence[str]) -> bytes | None:

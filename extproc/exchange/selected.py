@@ -65,9 +65,6 @@ class SelectedCourse(DirectCourse):
         finally:
             super().give_back()
 
-    def _name(self, worker: Worker) -> None:
-        """A response has the name that its engine gives it: the body stays as it is."""
-
     def _released_head(self, body: bytes | None) -> bytes:
         chosen = self._chosen
         assert chosen is not None

@@ -21,7 +21,7 @@ from extproc.exchange.clock import ABANDONED, Handle
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.failures import refuse_unknown
 from extproc.exchange.gateway import Gateway, draining
-from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id
+from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id, with_served
 from extproc.exchange.lone import Lone, apart_of, kept_by, without_pair
 from extproc.exchange.outlet import Late
 from extproc.exchange.placed import Placed
@@ -173,7 +173,10 @@ class Session:
         elif kind == "response_headers":
             if self._course is not None:
                 self.bare = request.response_headers.end_of_stream
-                self._course.response_headers(request.response_headers.headers.headers)
+                headers = request.response_headers.headers.headers
+                if request.HasField("metadata_context"):  # not from our Envoy
+                    headers = with_served(headers, request.metadata_context)
+                self._course.response_headers(headers)
             elif self._head is None and late is None:
                 self._adopt(request.response_headers.headers.headers)
         elif kind == "response_trailers":
