@@ -29,9 +29,9 @@ class ForeignEnvoy:
         (self._directory / "envoy.yaml").write_text(yaml.safe_dump(self._bootstrap))
         self._process = await asyncio.create_subprocess_exec(
             *(find_envoy(None), "-c", str(self._directory / "envoy.yaml"), "--disable-hot-restart"),
-            *("--concurrency", "1", "--log-level", "warn", "--admin-address-path", str(self._directory / "admin")),
+            *("--concurrency", "1", "--log-level", "warn", "--log-path", str(self._directory / "log")),
+            *("--admin-address-path", str(self._directory / "admin")),
             stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
         )
         try:
             async with asyncio.timeout(PATIENCE):
@@ -53,8 +53,7 @@ class ForeignEnvoy:
     async def _until_listening(self) -> tuple[str, int]:
         while True:
             if self._process.returncode is not None:
-                assert self._process.stderr is not None
-                raise AssertionError((await self._process.stderr.read()).decode())
+                raise AssertionError((self._directory / "log").read_text())
             try:
                 listeners = await self.ask("/listeners")
                 ready = (await self.ask("/ready")).startswith("LIVE")
@@ -70,7 +69,7 @@ class ForeignEnvoy:
     async def _end(self) -> None:
         if self._process.returncode is None:
             self._process.terminate()
-        await self._process.communicate()
+        await self._process.wait()
         shutil.rmtree(self._directory)
 
 
