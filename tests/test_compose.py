@@ -64,7 +64,8 @@ def walk(value: Any, environment: dict[str, str]) -> Any:
 
 @cache
 def document(file: Path) -> Any:
-    return walk(yaml.safe_load(file.read_text()), GIVEN)
+    # libyaml is stricter than the other loader, as the one of Compose v2 is: {NAME:} is no mapping there.
+    return walk(yaml.load(file.read_text(), yaml.CSafeLoader), GIVEN)
 
 
 @cache
