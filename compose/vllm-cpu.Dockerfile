@@ -14,7 +14,4 @@ RUN find /etc/ssl/certs/ca-certificates.crt /opt/recipe/image -name '*.crt' -exe
 ENV HOME=/tmp VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
     VLLM_ENABLE_V1_MULTIPROCESSING=0 UCX_TLS=tcp,sm,self
 USER 10001:10001
-ENTRYPOINT ["/opt/engines/venv-vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", \
-  "--host", "0.0.0.0", "--port", "8000", "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048", \
-  "--max-num-seqs", "16", "--block-size", "32", "--num-gpu-blocks-override", "1024", "--enforce-eager", \
-  "--distributed-executor-backend", "uni"]
+ENTRYPOINT ["/opt/engines/venv-vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]

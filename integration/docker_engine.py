@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -136,9 +137,9 @@ class Engine:
                 with contextlib.suppress(DockerException, OSError):
                     self._remove_all()
             self._client.close()
-        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), 15)
+        with contextlib.suppress(OSError):  # it has ended by itself
+            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(pid), signal.SIGTERM)
         try:
             process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -64,7 +64,8 @@ def walk(value: Any, environment: dict[str, str]) -> Any:
 
 @cache
 def document(file: Path) -> Any:
-    return walk(yaml.safe_load(file.read_text()), GIVEN)
+    # libyaml is stricter than the other loader, as the one of Compose v2 is: {NAME:} is no mapping there.
+    return walk(yaml.load(file.read_text(), yaml.CSafeLoader), GIVEN)
 
 
 @cache
@@ -137,8 +138,8 @@ def test_the_sidecar_takes_its_options_and_every_worker_is_a_service(file: Path)
     for worker in (*settings.prefill, *settings.decode):
         service = services[worker.url.host]
         assert "profiles" not in service, f"{worker.url} is switched off"
-        words = " ".join(map(str, service["command"])) + str(service.get("build", ""))
-        assert str(worker.url.port) in words or "vllm-cpu.Dockerfile" in words, worker.url
+        words = " ".join(map(str, service["command"]))
+        assert str(worker.url.port) in words, worker.url
         if worker.bootstrap_port is not None:
             assert str(worker.bootstrap_port) in f"{words} {service.get('environment')}"
 
