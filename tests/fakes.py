@@ -421,6 +421,10 @@ class Fetched:
         self.ended = False
         self.queued = 0
 
+    @property
+    def stalled(self):
+        return self.queued > 1 << 16
+
     def head(self, status, headers):
         self.headers = {":status": str(status)} | {name.decode(): value.decode() for name, value in headers}
 

@@ -88,7 +88,7 @@ class FetchedReply:
     @property
     def full(self) -> bool:
         """See Outlet."""
-        return self.queued > _FULL
+        return self._waiting > _FULL if self._answer is None else self._answer.stalled
 
     def forget(self) -> None:
         """See Outlet."""

@@ -199,7 +199,7 @@ class RelayedCourse:
     def prefill_done(self, part: int, body: bytes) -> None:
         """See AttemptEvents."""
         if self._answer.needs_prefill:
-            self._relay(lambda: self._answer.prefill_done(part, body))
+            self._relay(self._answer.prefill_done, part, body)
 
     def decode_head(self, headers: Sequence[Header]) -> None:
         """See AttemptEvents."""
@@ -208,11 +208,11 @@ class RelayedCourse:
 
     def decode_data(self, part: int, chunk: bytes) -> None:
         """See AttemptEvents."""
-        self._relay(lambda: self._answer.decode_data(part, chunk))
+        self._relay(self._answer.decode_data, part, chunk)
 
     def decode_done(self, part: int) -> None:
         """See AttemptEvents."""
-        self._relay(lambda: self._answer.decode_done(part))
+        self._relay(self._answer.decode_done, part)
 
     def leg_failed(self, error: GatewayError, workers: Sequence[Worker]) -> None:
         """See AttemptEvents. Another attempt follows, or the client hears of it."""
@@ -381,12 +381,12 @@ class RelayedCourse:
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
-    def _relay(self, step: Callable[[], bytes]) -> None:
+    def _relay(self, step: Callable[..., bytes], *args: object) -> None:
         """Take one step of the merge and send what it yields."""
         if self._phase in (_Phase.ENDED, _Phase.OVER):
             return
         try:
-            chunk = step()
+            chunk = step(*args)
         except GatewayError as error:
             self._fail(error)
             return

@@ -69,6 +69,10 @@ class Answer(Protocol):
         """Go on with it, or end it."""
 
     @property
+    def stalled(self) -> bool:
+        """``queued`` was above the transport's high-water mark and has not fallen below its low-water mark since."""
+
+    @property
     def queued(self) -> int:
         """Bytes given to :meth:`body` that the peer's flow control has not let out yet."""
 
