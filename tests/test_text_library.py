@@ -202,7 +202,7 @@ async def test_without_one_everybody_is_told(caplog):
 
 def test_the_fleet_is_ready_when_some_model_can_be_made_tokens_of():
     def ready(role, model, missing):
-        worker = Worker(f"{role.value}-{model}", WorkerUrl.parse(f"grpc://{model}:1"), role, (model,))
+        worker = Worker(f"{role.value}-{model}", WorkerUrl.parse(f"grpc://{role.value}-{model}:1"), role, (model,))
         worker.status, worker.endpoint, worker.no_tokenizer = Status.READY, "10.0.0.1:1", missing
         return worker
 
