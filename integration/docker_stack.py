@@ -142,10 +142,13 @@ class Stack:
         return container
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """What all containers have logged, and which service each line is of."""
+        """What all containers have logged since their last start, and which service each line is of."""
         for container in self.containers():
-            for line in container.logs().decode(errors="replace").splitlines():
-                yield container.labels["com.docker.compose.service"], line
+            started = container.attrs["State"]["StartedAt"][:26]  # microseconds; as the lines' own stamps, in UTC
+            for stamped in container.logs(timestamps=True).decode(errors="replace").splitlines():
+                stamp, _, line = stamped.partition(" ")
+                if stamp[:26] >= started:
+                    yield container.labels["com.docker.compose.service"], line
 
     def left(self) -> list[str]:
         """What there is of the project in the engine."""
