@@ -1,8 +1,9 @@
-"""What all tests need: patience on busy machines, and Ctrl-C."""
+"""What all tests need: patience on busy machines, Ctrl-C, and an end in order when they are told to end."""
 
 from __future__ import annotations
 
 import signal
+from types import FrameType
 
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +13,12 @@ settings.load_profile("patient")
 
 # A shell that starts something in the background has it ignore SIGINT, and whatever it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_in_order(_number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C does it: fixtures put back what they have changed. Said twice (timeout and make do), it counts once."""
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGTERM, _end_in_order)

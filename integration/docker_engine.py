@@ -26,14 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import docker
-from docker.errors import BuildError, DockerException
+from docker.errors import APIError, BuildError, DockerException
+from urllib3.exceptions import HTTPError
 
 from extproc.dataplane import child
 
 ROOT = Path(__file__).parent.parent
 BASE, IMAGE = "python:3.11-slim", "pd-extproc"
 CACHE_VARIABLE = "DOCKER_TEST_CACHE"  # a directory for the base image; unset: nothing is kept
-PROGRAMS = ("dockerd", "containerd", "runc", "iptables", "iptables-save", "iptables-restore", "debootstrap", "unshare")
+_NETWORK = ("ip", "iptables", "iptables-save", "iptables-restore")
+PROGRAMS = ("docker", "dockerd", "containerd", "runc", "debootstrap", "unshare", *_NETWORK)
+_LOST = (DockerException, HTTPError, OSError)  # what the SDK raises where the engine does not answer
 _COMPOSE = (("docker", "compose"), ("docker-compose",))
 _START_SECONDS, _STOP_SECONDS, _BOOTSTRAP_SECONDS, _BUILD_SECONDS = 40, 30, 300, 240
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL")
@@ -60,7 +63,7 @@ class UnavailableError(Exception):
 def compose_command() -> tuple[str, ...]:
     """Compose v2 if it is there, else docker-compose. Raises UnavailableError."""
     for command in _COMPOSE:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if not _run(*command, "version", timeout=60).returncode:
                 return command
     raise UnavailableError("neither docker compose nor docker-compose is installed")
@@ -123,7 +126,10 @@ class Engine:
                 raise UnavailableError(f"dockerd does not start: {self._last_words()}")
             time.sleep(0.1)
         self._client = docker.DockerClient(base_url=self.host, version="1.41", timeout=_BUILD_SECONDS)
-        driver = self.client.info()["Driver"]
+        try:  # it listens before it knows whether it can be an engine here
+            driver = self._client.info()["Driver"]
+        except _LOST as error:
+            raise UnavailableError(f"dockerd does not start: {self._last_words() or error}") from None
         if driver == "vfs":
             raise UnavailableError("the engine has no layered file system here, only copies of whole images (vfs)")
 
@@ -134,17 +140,18 @@ class Engine:
             return
         if self._client is not None:
             if process.poll() is None:
-                with contextlib.suppress(DockerException, OSError):
+                with contextlib.suppress(*_LOST):
                     self._remove_all()
             self._client.close()
-        with contextlib.suppress(OSError):  # it has ended by itself
-            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                os.kill(int(pid), signal.SIGTERM)
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()  # and with it, by the kernel, the whole namespace
-            process.wait(_STOP_SECONDS)
+        for number in (signal.SIGTERM, signal.SIGKILL):  # to the engine: unshare ends once its whole namespace has
+            for pid in _children(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
+                return
+        process.kill()
+        process.wait(_STOP_SECONDS)
 
     def import_base(self) -> None:
         """Have a base image of Debian's packages. Raises UnavailableError."""
@@ -184,6 +191,10 @@ class Engine:
             if found := _NO_NETWORK.search(said):
                 raise UnavailableError(f"packages cannot be fetched inside a build ({found[0]})") from None
             raise AssertionError(f"{error}\n{said[-4000:]}") from None
+        except APIError:  # an OSError, too
+            raise
+        except (HTTPError, OSError) as error:
+            raise UnavailableError(f"a build comes to no end: {error}") from None
         return image
 
     def _listens(self) -> bool:
@@ -204,6 +215,13 @@ class Engine:
         return " / ".join(lines[-3:])
 
 
+def _children(pid: int) -> list[int]:
+    """None where the process has gone."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
 def _spare_memory() -> int:
     """Bytes that this machine, or the container it is, has for us."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
@@ -219,11 +237,11 @@ def _require() -> None:
         raise UnavailableError("a Docker engine needs Linux and root")
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        raise UnavailableError(f"not installed: {', '.join(missing)} (Debian: docker.io iptables debootstrap)")
+        raise UnavailableError(f"not installed: {', '.join(missing)} (Debian: docker.io iptables iproute2 debootstrap)")
     compose_command()
-    if any(comm.read_text() == "dockerd\n" for comm in _of_processes()):
+    if "dockerd" in _names_of_processes():
         raise UnavailableError("another Docker engine runs here; a second one would take its network rules away")
-    probe = _run(*_NAMESPACES, "true")
+    probe = _tried(*_NAMESPACES, "true")
     if probe.returncode:
         raise UnavailableError(f"no namespaces of its own: {probe.stderr.decode(errors='replace').strip()}")
 
@@ -233,17 +251,24 @@ def _run(*command: str, given: bytes = b"", timeout: float = 30) -> subprocess.C
     return subprocess.run(command, input=given, capture_output=True, timeout=timeout, check=False)
 
 
-def _of_processes() -> Iterator[Path]:
+def _tried(*command: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a program that may not work here. Raises UnavailableError where it does not end."""
+    try:
+        return _run(*command)
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(str(error)) from None
+
+
+def _names_of_processes() -> Iterator[str]:
     for comm in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            comm.read_text()
-            yield comm
+        with contextlib.suppress(OSError):  # it may end in between
+            yield comm.read_text().strip()
 
 
 @contextlib.contextmanager
 def _network_put_back() -> Iterator[None]:
     """At the end there are the rules and bridges that there were before. Raises UnavailableError."""
-    saved = _run("iptables-save")
+    saved = _tried("iptables-save")
     if saved.returncode:
         raise UnavailableError(f"iptables: {saved.stderr.decode(errors='replace').strip()}")
     links, forwarding = set(_bridges()), _FORWARDING.read_text()

@@ -80,6 +80,11 @@ def test_a_fleet_without_workers() -> None:
         ('[{"url": ', "neither YAML nor JSON"),
         ("a: *b", "neither YAML nor JSON"),
         ("\x00", "neither YAML nor JSON"),
+        ("- url: 2026-13-01", "neither YAML nor JSON: month must be in 1..12"),
+        ("- !!int x", "neither YAML nor JSON"),
+        ("- !!bool x", "neither YAML nor JSON"),
+        ("- !!timestamp x", "neither YAML nor JSON"),
+        (f"- {'9' * 5000}", "neither YAML nor JSON"),
     ],
 )
 def test_what_is_none(content: str, why: str) -> None:
@@ -99,9 +104,12 @@ class Following:
     def __init__(self, path: Path, **pace: float) -> None:
         self.state = DiscoveryState("file")
         self.found: list[list[int]] = []
+        self.refuses = False
         self.watcher = FileWatcher(path, None, self.state, self._took, **{"reread": 3600.0, "poll": 0.01} | pace)
 
     def _took(self, wanted: Mapping[Key, Wanted]) -> None:
+        if self.refuses:
+            raise ValueError("not this one")
         self.found.append([each.spec.url.port for each in wanted.values()])
 
     async def until(self, *ports: int) -> None:
@@ -185,6 +193,19 @@ async def test_a_broken_one_changes_nothing(tmp_path: Path, write: Write, caplog
         await eventually(lambda: it.state.up)
         assert it.found == [[1]]
         write(path, listing(3))
+        await it.until(3)
+
+
+async def test_what_cannot_be_registered_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "workers.json"
+    path.write_text(listing(1))
+    async with following(path) as it:
+        await it.until(1)
+        it.refuses = True
+        path.write_text(listing(1, 2))
+        await eventually(lambda: "registering what was found failed" in caplog.text)
+        it.refuses = False
+        path.write_text(listing(3))
         await it.until(3)
 
 

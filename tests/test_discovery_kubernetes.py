@@ -395,6 +395,13 @@ async def test_it_waits_as_long_as_the_api_says(api: KubeApi, access: Access) ->
         assert loop.time() - began > 0.9
 
 
+async def test_it_does_not_wait_for_ever(api: KubeApi, access: Access, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extproc.discovery.cluster._LONGEST_RETRY_AFTER", 0.1)
+    api.list_faults, api.fault_headers = [429], {"retry-after": "9" * 400}  # no number of seconds that a clock knows
+    async with following(access) as it:
+        await eventually(lambda: it.state.up)
+
+
 async def test_why_a_role_is_needed_is_said(api: KubeApi, access: Access, caplog: pytest.LogCaptureFixture) -> None:
     api.list_faults = [403]
     async with following(access) as it:

@@ -16,6 +16,7 @@ from upstream_rig import asked, post, told, workers
 from extproc.transport.interface import Lost
 from extproc.upstream import host
 from extproc.upstream.egress import DirectEgress
+from extproc.upstream.host import Http1Host
 from extproc.upstream.http1 import Http1Connection
 from extproc.upstream.tls import WorkerTls
 from extproc.workers.endpoints import Endpoint, Health, Snapshot
@@ -173,6 +174,18 @@ async def test_an_idle_connection_that_was_closed_is_not_used(egress: DirectEgre
     connection.answer(b"new")
     assert await receiver.end() == "done"
     assert receiver.body == b"new"
+
+
+async def test_a_connection_on_which_an_idle_worker_speaks_is_not_used(egress: DirectEgress, server: RawServer) -> None:
+    egress.publish(workers(server.port))
+    await _idle(egress, server)
+    (host,) = egress._hosts()
+    assert isinstance(host, Http1Host)
+    host._idle[-1].data_received(b"HTTP/1.1 408 Request Timeout\r\n\r\n")  # in the same turn of the loop as the leg
+    receiver, connection, _ = await asked(egress, server, 1)
+    connection.answer(b"new")
+    assert await receiver.end() == "done"
+    assert (receiver.status, bytes(receiver.body)) == (200, b"new")
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import ngh2
 import pytest
+from fleet import eventually
 from raw_server import raw_server
 from transport_peer import Peer, PeerServer, Receiver
 
 from extproc.transport.interface import Header, Lost
+from extproc.upstream import host
 from extproc.upstream.egress import DirectEgress
+from extproc.upstream.host import Http2Host
 from extproc.upstream.tls import WorkerTls
 from extproc.workers.endpoints import Endpoint, Snapshot
 
@@ -123,6 +127,34 @@ async def test_a_worker_that_takes_few_streams_gets_more_connections() -> None:
         for request in server.requests:
             request.head(200, end_stream=True)
         assert [await receiver.end() for receiver in receivers] == ["done"] * 5
+
+
+async def test_a_worker_that_goes_while_it_is_connected_to_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, connected, swept, sweep = asyncio.Event(), host._connected, [], Http2Host.sweep
+
+    async def late(place: host.Place, factory: Callable[[], Any]) -> Any:
+        await gate.wait()
+        return await connected(place, factory)
+
+    def counted(self: Http2Host, before: float) -> None:
+        swept.append(before)
+        sweep(self, before)
+
+    monkeypatch.setattr(host, "_connected", late)
+    monkeypatch.setattr(Http2Host, "sweep", counted)
+    monkeypatch.setattr("extproc.upstream.egress._SWEEP_SECONDS", 0.01)
+    async with peers() as server, to(server.port) as egress:
+        receiver = Receiver()
+        egress.send(call(server.port), b"x", receiver)
+        await asyncio.sleep(0)
+        egress.publish(Snapshot())
+        await eventually(lambda: len(swept) > 3)  # it is still looked after
+        gate.set()
+        (await server.request()).head(200, end_stream=True)
+        assert await receiver.end() == "done"
+        await eventually(lambda: egress.connections == 0)
 
 
 async def test_a_connection_that_says_goodbye_finishes_its_calls() -> None:

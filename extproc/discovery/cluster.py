@@ -35,6 +35,7 @@ _LIST_SECONDS: Final = 60.0
 _LONGEST_LINE: Final = 32 << 20  # bytes; etcd takes objects of 1.5 MB
 _SHOWN: Final = 300  # characters of what the API says of an error
 _GONE: Final = 410
+_LONGEST_RETRY_AFTER: Final = 300.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,4 +175,4 @@ def _said(body: bytes) -> str:
 
 def _retry_after(answer: aiohttp.ClientResponse) -> float:
     text = answer.headers.get("retry-after", "")
-    return float(text) if text.isascii() and text.isdecimal() else 0.0
+    return min(float(text), _LONGEST_RETRY_AFTER) if text.isascii() and text.isdecimal() else 0.0

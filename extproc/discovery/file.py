@@ -96,7 +96,10 @@ class FileWatcher:
             counts = Counter((key.role.value, "listed") for key in workers)
             self._state.count = lambda: counts
             _log.info("read the list of workers", extra={"file": str(self._path), "workers": len(workers)})
-            self._found(workers)
+            try:
+                self._found(workers)
+            except Exception:  # noqa: BLE001 - what comes later must still be heard of
+                _log.exception("registering what was found failed")
 
     def _read(self) -> tuple[bytes, dict[Key, Wanted]]:
         """A digest of the content, and the workers; none where it is the one in force."""

@@ -46,7 +46,7 @@ def _document(content: bytes) -> object:
             pass  # flow style
     try:
         return yaml.load(content, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # a date of no month, "!!int x", ...
         raise FileError(f"neither YAML nor JSON: {' '.join(str(error).split())}") from None
 
 

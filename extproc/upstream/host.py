@@ -60,7 +60,7 @@ class Host(Protocol):
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """How many are open; at least one while one is being made that no leg answers for."""
 
 
 async def _connected(place: Place, factory: Callable[[], _T]) -> _T:
@@ -178,7 +178,7 @@ class Http2Host:
     @property
     def connections(self) -> int:
         """See Host."""
-        return len(self._open)
+        return len(self._open) or int(self._connecting is not None)
 
     def take(self) -> Http2Connection | None:
         """A connection with room."""

@@ -75,7 +75,7 @@ class Http1Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse; anything but the answer to a request ends the connection."""
         if self._reader is None:
-            self._transport.abort()
+            self.close()  # at once, so that no leg takes it in the same turn of the loop
             return
         if not self._headed:
             self._head_size += len(data)
