@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from extproc.errors import GatewayError
 from extproc.exchange.attempt import Attempt
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
-from extproc.exchange.clock import ABANDONED, LEFTOVER_SECONDS
+from extproc.exchange.clock import ABANDONED, LEFTOVER_SECONDS, SECOND_CALL_SECONDS
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.relayed import RelayedCourse
@@ -228,7 +228,8 @@ def test_nothing_is_left_and_nothing_is_said_twice(fleet, request, policy, missi
         world.step(*step)
     for close in last:
         getattr(world, close)()
-    for seconds in (3, 1, LEFTOVER_SECONDS):  # a second call that does not come; linger; legs that are let finish
+    # A second call that does not come; linger; legs that are let finish.
+    for seconds in (SECOND_CALL_SECONDS, 1, LEFTOVER_SECONDS):
         rig.clock.advance(seconds)
     world.listen()
     rig.assert_nothing_is_left()
