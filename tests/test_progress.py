@@ -5,7 +5,7 @@ from fakes import Rig, mooncake, nixl, rejection, released
 from google.protobuf.json_format import MessageToDict
 
 from extproc.exchange.attempts import RetryPolicy
-from extproc.exchange.clock import FIRST_TOKEN_SECONDS, PUSH_SECONDS
+from extproc.exchange.clock import FIRST_TOKEN_SECONDS, PUSH_SECONDS, SECOND_CALL_SECONDS
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]})
 RESPONSES = ("/v1/responses", {"model": "tiny", "input": "Say hi"})
@@ -251,4 +251,5 @@ def test_one_that_waited_for_a_worker_is_ended_too(rig):
     rig.gateway.prefill_lost(next(w for w in rig.workers if w.endpoint == prefill_leg.destination))
     rig.clock.advance(FIRST_TOKEN_SECONDS)
     assert second.call.take() or second.call.aborted
+    rig.clock.advance(SECOND_CALL_SECONDS)  # the other one's does not come
     end(rig, client, second, other)
