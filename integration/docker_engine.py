@@ -39,6 +39,7 @@ PROGRAMS = ("docker", "dockerd", "containerd", "runc", "debootstrap", "unshare",
 _LOST = (DockerException, HTTPError, OSError)  # what the SDK raises where the engine does not answer
 _COMPOSE = (("docker", "compose"), ("docker-compose",))
 _START_SECONDS, _STOP_SECONDS, _BOOTSTRAP_SECONDS, _BUILD_SECONDS = 40, 30, 300, 240
+_ANSWER_SECONDS = 5
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL")
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
@@ -121,15 +122,12 @@ class Engine:
                 start_new_session=True,
             )
         deadline = time.monotonic() + _START_SECONDS
-        while not self._listens():
+        while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise UnavailableError(f"dockerd does not start: {self._last_words()}")
             time.sleep(0.1)
         self._client = docker.DockerClient(base_url=self.host, version="1.41", timeout=_BUILD_SECONDS)
-        try:  # it listens before it knows whether it can be an engine here
-            driver = self._client.info()["Driver"]
-        except _LOST as error:
-            raise UnavailableError(f"dockerd does not start: {self._last_words() or error}") from None
+        driver = self.client.info()["Driver"]
         if driver == "vfs":
             raise UnavailableError("the engine has no layered file system here, only copies of whole images (vfs)")
 
@@ -197,13 +195,16 @@ class Engine:
             raise UnavailableError(f"a build comes to no end: {error}") from None
         return image
 
-    def _listens(self) -> bool:
+    def _answers(self) -> bool:
+        """It listens before it knows whether it can be an engine here, and answers after that."""
         with socket.socket(socket.AF_UNIX) as probe:  # not by the SDK, which leaves those that fail open
+            probe.settimeout(_ANSWER_SECONDS)
             try:
                 probe.connect(self.host.removeprefix("unix://"))
+                probe.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+                return b" 200 " in probe.recv(16)
             except OSError:
                 return False
-        return True
 
     def _remove_all(self) -> None:
         for container in self.client.containers.list(all=True):

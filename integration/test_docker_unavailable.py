@@ -15,16 +15,13 @@ ENDS = "echo no rights here >&2; exit 1"
 # As dockerd does: it listens, looks whether it can be an engine here, and ends.
 LISTENS = """
 import signal, socket, sys
-if {stays}:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[-1].removeprefix("unix://"))
 listener.listen()
-for _ in range(2):
-    listener.accept()[0].close()
 print("no rights here", flush=True)
-if {stays}:
-    signal.pause()
+while listener.accept()[0].close() or {stays}:
+    pass
 """
 
 
@@ -43,7 +40,7 @@ def _script(*, stays: bool) -> str:
 @pytest.mark.parametrize("script", [ENDS, _script(stays=False)], ids=["at once", "while it is asked"])
 def test_an_engine_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(docker_engine, "_START", script)
-    with pytest.raises(UnavailableError, match="dockerd does not start: "):
+    with pytest.raises(UnavailableError, match="dockerd does not start: no rights here"):
         engine.start()
     engine.stop()
     assert engine._process is not None
@@ -52,8 +49,15 @@ def test_an_engine_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch, sc
 
 def test_an_engine_that_does_not_end_is_killed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker_engine, "_START", _script(stays=True))
-    monkeypatch.setattr(docker_engine, "_STOP_SECONDS", 0.5)
-    with pytest.raises(UnavailableError, match="dockerd does not start"):
+    monkeypatch.setattr(docker_engine, "_STOP_SECONDS", 5)
+
+    def waited(engine: Engine) -> bool:
+        if engine._last_words():
+            raise UnavailableError("long enough")
+        return False
+
+    monkeypatch.setattr(Engine, "_answers", waited)
+    with pytest.raises(UnavailableError, match="long enough"):
         engine.start()
     assert engine._process is not None
     (child,) = docker_engine._children(engine._process.pid)
