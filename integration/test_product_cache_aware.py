@@ -61,9 +61,12 @@ async def test_nothing_is_learned_of_a_prefill_that_failed(product: Product):
     index = product.gateway.placer._prefill._index
     held = len(index.cache(product.worker(failing)).kept)
     failing.fail(Fault(status=500))
-    for topic in range(100, 110):
+    topics = range(100, 200)  # it may hold more than the others, which then get what is new until they hold as much
+    for topic in topics:
         answer = await product.post(PATH, conversation(str(topic)))
         assert answer.header("x-pd-prefill") != failing.url  # of another one, or an error
+        if len(failing.legs) >= 2:
+            break
     assert failing.legs
     assert len(index.cache(product.worker(failing)).kept) == held
 
