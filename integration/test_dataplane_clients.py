@@ -455,7 +455,7 @@ async def test_a_worker_that_breaks_off_cuts_the_answer(rig: Rig) -> None:
 
 async def test_statistics_for_operators(rig: Rig) -> None:
     clusters = (await rig.envoy.admin.clusters())["cluster_statuses"]
-    assert {each["name"] for each in clusters} == {*ROLES, "extproc", "ads", "control"}
+    assert {each["name"] for each in clusters} == {*ROLES, "extproc", "ads", "answers", "control"}
     assert await rig.envoy.admin.gauge("cluster.decode.upstream_rq_total") > 0
     assert await rig.envoy.admin.gauge("no.such.thing") == 0
     await rig.know((await rig.worker()).endpoint)
