@@ -16,6 +16,7 @@ to us at that moment, it takes our answer for the client's: then nothing may fol
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -89,7 +90,28 @@ class Late(Protocol):
         """The second call is over, or did not come."""
 
 
-class LocalReply:
+class _OnCall(ABC):
+    """An Outlet that says all in a call, of which Envoy takes any amount."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def queued(self) -> int:
+        """See Outlet."""
+
+    @property
+    def full(self) -> bool:
+        """See Outlet."""
+        return self.queued > _HIGH_WATER
+
+    @property
+    def mutation(self) -> bytes:
+        """See Outlet. All of the head is said here."""
+        return b""
+
+
+class LocalReply(_OnCall):
     """See the module."""
 
     __slots__ = ("_session",)
@@ -118,21 +140,11 @@ class LocalReply:
         """See Outlet."""
         return self._session.call.queued
 
-    @property
-    def full(self) -> bool:
-        """See Outlet."""
-        return self.queued > _HIGH_WATER
-
-    @property
-    def mutation(self) -> bytes:
-        """See Outlet."""
-        return b""
-
     def forget(self) -> None:
         """See Outlet. There is nothing but the call."""
 
 
-class LateReply:
+class LateReply(_OnCall):
     """See the module.
 
     Args:
@@ -256,16 +268,6 @@ class LateReply:
     def queued(self) -> int:
         """See Outlet."""
         return 0 if self._call is None else self._call.queued
-
-    @property
-    def full(self) -> bool:
-        """See Outlet."""
-        return self.queued > _HIGH_WATER
-
-    @property
-    def mutation(self) -> bytes:
-        """See Outlet."""
-        return b""
 
     def forget(self) -> None:
         """See Outlet. That the second call is over is known already."""

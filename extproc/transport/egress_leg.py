@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from ngh2 import NGH2Error
 
 from extproc.transport.http2 import STREAM_WINDOW
-from extproc.transport.interface import Lost
+from extproc.transport.receiving import Receiving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from extproc.transport.egress_connection import EgressConnection
-    from extproc.transport.interface import Header, LegReceiver
-
-_log = logging.getLogger(__name__)
+    from extproc.transport.interface import Header, LegReceiver, Lost
 
 # Credit that every answer begins with: what may still come after a pause. One that comes in full frames gets more.
 LEG_WINDOW = 1 << 15
 _FULL_FRAME = 1 << 14
 
 
-class EgressLeg:
+class EgressLeg(Receiving):
     """Implements ``Leg``; hands the connection's events to the receiver and keeps the receiver's exceptions from it."""
 
-    __slots__ = ("_connection", "_paused", "_receiver", "_stream_id", "_wide", "_window")
+    __slots__ = ("_connection", "_paused", "_stream_id", "_wide", "_window")
 
-    _receiver: LegReceiver | None  # None when the leg is over
     _connection: EgressConnection | None  # None while the leg waits for one
 
     def __init__(self, receiver: LegReceiver) -> None:
@@ -124,20 +120,6 @@ class EgressLeg:
             self._last(lambda: receiver.lost(reason, detail))
 
     # inside
-
-    def _crashed(self) -> None:
-        """To be called while the receiver's exception is being handled."""
-        _log.exception("the receiver of a leg failed")
-        receiver = self._receiver
-        self.cancel()
-        if receiver is not None:
-            self._last(lambda: receiver.lost(Lost.RESET, "internal error"))
-
-    def _last(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception:  # noqa: BLE001 -- nothing more can be done for it
-            _log.exception("the receiver of a leg failed at its end")
 
     def _resize(self, window: int) -> None:
         if self._receiver is None or self._connection is None:

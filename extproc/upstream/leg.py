@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.names import ERROR_CODE, LATE, LOCAL_REPLY, NAMING, UPSTREAM
 from extproc.transport.egress_leg import EgressLeg
 from extproc.transport.interface import Header, LegReceiver, Lost
+from extproc.transport.receiving import Receiving
 from extproc.upstream.host import Http2Connection, TooManyError
 from extproc.upstream.http1 import Http1Connection
 
@@ -36,7 +37,7 @@ _REMOVED: Final = frozenset(
 )
 
 
-class UpstreamLeg:
+class UpstreamLeg(Receiving):
     """Implements ``Leg``; the Reader of an HTTP/1.1 connection and the LegReceiver of an HTTP/2 stream.
 
     A connection that does not come about leads to the next target. One that was idle and is found closed, without a
@@ -59,7 +60,6 @@ class UpstreamLeg:
         "_over",
         "_paused",
         "_proxied",
-        "_receiver",
         "_request",
         "_targets",
         "_trickles",
@@ -314,20 +314,6 @@ class UpstreamLeg:
             callback()
         except Exception:  # noqa: BLE001 - logged there; one leg's failure stays its own
             self._crashed()
-
-    def _crashed(self) -> None:
-        """To be called while the receiver's exception is being handled."""
-        _log.exception("the receiver of a leg failed")
-        receiver = self._receiver
-        self.cancel()
-        if receiver is not None:
-            self._last(lambda: receiver.lost(Lost.RESET, "internal error"))
-
-    def _last(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception:  # noqa: BLE001 - nothing more can be done for it
-            _log.exception("the receiver of a leg failed at its end")
 
 
 if TYPE_CHECKING:
