@@ -16,6 +16,7 @@ import extproc  # noqa: F401  # which must come before the tests' grpcio
 
 if TYPE_CHECKING:
     from product import Product
+    from rpc_strict import StrictProduct
 
 PRODUCT = ("test_product_", "test_vllm_")
 
@@ -52,3 +53,12 @@ async def http2(running: Product) -> AsyncIterator[Http2Client]:
     client = await Http2Client.connect(running.client.host, running.client.port)
     yield client
     await client.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def flow(product: StrictProduct) -> AsyncIterator[StrictProduct]:
+    """The product, whose mocks' pace is as it was afterwards."""
+    paces = [(mock, mock.pace) for mock in product.mocks]
+    yield product
+    for mock, pace in paces:
+        mock.pace = pace

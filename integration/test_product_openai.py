@@ -44,15 +44,6 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[StrictProduct
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def flow(product: StrictProduct) -> AsyncIterator[StrictProduct]:
-    """The product, whose mocks' pace is as it was afterwards."""
-    paces = [(mock, mock.pace) for mock in product.mocks]
-    yield product
-    for mock, pace in paces:
-        mock.pace = pace
-
-
-@pytest_asyncio.fixture(loop_scope="module")
 async def client(flow: StrictProduct) -> AsyncIterator[AsyncOpenAI]:
     """A client that refuses what is not as its types say."""
     async with _client(flow, strict=True) as made:

@@ -32,15 +32,6 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[StrictProduct
         yield made
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def flow(product: StrictProduct) -> AsyncIterator[StrictProduct]:
-    """The product, whose mocks' pace is as it was afterwards."""
-    paces = [(mock, mock.pace) for mock in product.mocks]
-    yield product
-    for mock, pace in paces:
-        mock.pace = pace
-
-
 def contents(reply: Reply) -> str:
     """The text of a chat, streamed or not."""
     if reply.header("content-type") == "application/json":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from discovery_rig import running
 from fleet import eventually
 
 from extproc.discovery.file import FileWatcher
@@ -122,13 +123,8 @@ class Following:
 @asynccontextmanager
 async def following(path: Path, **pace: float) -> AsyncIterator[Following]:
     made = Following(path, **pace)
-    task = asyncio.create_task(made.watcher.run())
-    try:
+    async with running(made.watcher.run()):
         yield made
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
 
 
 def _in_place(path: Path, content: str) -> None:

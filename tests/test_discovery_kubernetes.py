@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from discovery_rig import running
 from fleet import eventually
 
 from extproc.discovery.cluster import Access, Cluster, check
@@ -69,13 +70,8 @@ class Following:
 @asynccontextmanager
 async def following(access: Access, **more: Any) -> AsyncIterator[Following]:
     made = Following(access, **more)
-    task = asyncio.create_task(made.watcher.run())
-    try:
+    async with running(made.watcher.run()):
         yield made
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
 
 
 @pytest.fixture

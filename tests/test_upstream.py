@@ -9,12 +9,11 @@ import pytest
 import pytest_asyncio
 from raw_server import RawServer, raw_server
 from transport_peer import Receiver
-from upstream_rig import UNREACHABLE_PORT, asked, post, told, workers
+from upstream_rig import UNREACHABLE_PORT, asked, direct_egress, post, told, workers
 
 from extproc.transport.interface import Lost
 from extproc.upstream import host
 from extproc.upstream.egress import DirectEgress, ProxyEgress
-from extproc.upstream.tls import WorkerTls
 from extproc.workers.endpoints import Endpoint, Snapshot
 
 
@@ -26,11 +25,8 @@ async def server() -> AsyncIterator[RawServer]:
 
 @pytest.fixture
 async def egress() -> AsyncIterator[DirectEgress]:
-    egress = DirectEgress(WorkerTls(None))
-    egress.start()
-    yield egress
-    await egress.stop()
-    assert egress.open_legs == 0
+    async with direct_egress() as egress:
+        yield egress
 
 
 # -- requests and answers ---------------------------------------------------------------------------------------------

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 import pytest
 from raw_server import Connection, RawServer, raw_server
 from transport_peer import Receiver
-from upstream_rig import asked, post, told, workers
+from upstream_rig import asked, direct_egress, post, told, workers
 
 from extproc.transport.interface import Lost
 from extproc.upstream import host
 from extproc.upstream.egress import DirectEgress
 from extproc.upstream.host import Http1Host
 from extproc.upstream.http1 import Http1Connection
-from extproc.upstream.tls import WorkerTls
 from extproc.workers.endpoints import Endpoint, Health, Snapshot
 
 
@@ -30,11 +29,8 @@ async def server() -> AsyncIterator[RawServer]:
 
 @pytest.fixture
 async def egress() -> AsyncIterator[DirectEgress]:
-    egress = DirectEgress(WorkerTls(None))
-    egress.start()
-    yield egress
-    await egress.stop()
-    assert egress.open_legs == 0
+    async with direct_egress() as egress:
+        yield egress
 
 
 # -- connections ------------------------------------------------------------------------------------------------------

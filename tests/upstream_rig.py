@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 from raw_server import Connection, RawServer
 from transport_peer import Receiver
 
 from extproc.transport.interface import Header
 from extproc.upstream.egress import DirectEgress, ProxyEgress
+from extproc.upstream.tls import WorkerTls
 from extproc.workers.endpoints import Endpoint, Snapshot
 
 UNREACHABLE_PORT = 1  # of nobody
+
+
+@asynccontextmanager
+async def direct_egress() -> AsyncIterator[DirectEgress]:
+    """One that runs, and has no leg left at its end."""
+    egress = DirectEgress(WorkerTls(None))
+    egress.start()
+    yield egress
+    await egress.stop()
+    assert egress.open_legs == 0
 
 
 def post(*ports: int, cluster: str = "prefill", size: int = 0, path: str = "/p?q=1") -> list[Header]:
