@@ -106,12 +106,11 @@ def client_listener(config: DataplaneConfig) -> Listener:
 
 def egress_listener(config: DataplaneConfig, address: str) -> Listener:
     """The socket the service sends its legs to: HTTP/2 with as many streams and as much window as it likes."""
+    parsed = parse_address(address)
+    local = isinstance(parsed, UnixAddress)  # on a port, as in a mesh, legs come as to any proxy
     manager = HttpConnectionManager(
         stat_prefix=EGRESS_LISTENER,
-        # On a port, as in a mesh, legs come as to any proxy.
-        codec_type=HttpConnectionManagerCodecType.HTTP2
-        if isinstance(parse_address(address), UnixAddress)
-        else HttpConnectionManagerCodecType.AUTO,
+        codec_type=HttpConnectionManagerCodecType.HTTP2 if local else HttpConnectionManagerCodecType.AUTO,
         http2_protocol_options=legs_http2(),
         # The service adds headers to those that the client's listener has let in.
         max_request_headers_kb=1024,
@@ -122,8 +121,8 @@ def egress_listener(config: DataplaneConfig, address: str) -> Listener:
         local_reply_config=egress_replies(),
     )
     _leave_alone(manager)
-    listener = _listener(EGRESS_LISTENER, envoy_address(parse_address(address), mode=_EGRESS_SOCKET_MODE), manager)
-    if not address.startswith("unix:"):
+    listener = _listener(EGRESS_LISTENER, envoy_address(parsed, mode=_EGRESS_SOCKET_MODE), manager)
+    if not local:
         listener.tcp_keepalive = dead_peer_detection()
     # While the gateway drains, requests under way still need their legs: this listener stays as it is until the end.
     listener.traffic_direction = TrafficDirection.OUTBOUND

@@ -22,6 +22,7 @@ from extproc.dataplane.bootstrap import bootstrap_yaml
 from extproc.dataplane.config import DataplaneConfig
 from extproc.dataplane.own_directory import OwnDirectory
 from extproc.names import CLIENT_LISTENER
+from extproc.transport.address import UnixAddress, parse_address
 
 _log = logging.getLogger(__name__)
 _envoy_log = logging.getLogger("envoy")
@@ -161,9 +162,9 @@ class EnvoyProcess:
         if self._directory is not None:
             self._directory.remove()
             self._directory = None
-            kind, _, path = (self._config.egress or "").partition("unix:")
-            if not kind and path:  # Envoy leaves it behind
-                Path(path).unlink(missing_ok=True)
+            egress = self._config.egress and parse_address(self._config.egress)
+            if isinstance(egress, UnixAddress):  # Envoy leaves it behind
+                Path(egress.path).unlink(missing_ok=True)
 
     async def _launch(self) -> None:
         self._directory = OwnDirectory()
