@@ -140,6 +140,16 @@ async def test_workers_of_others_are_left_alone(rig: Rig, caplog: pytest.LogCapt
     assert caplog.text.count("somebody else registered") == 2, "of each pod once"
 
 
+async def test_a_pod_stays_away_when_the_worker_of_others_at_its_url_is_deleted(rig: Rig) -> None:
+    by_hand = add_ready(rig.registry, Role.PREFILL, P, "m")
+    rig.want(found())
+    rig.registry.remove(by_hand)
+    rig.want(found(bootstrap_port=1))
+    assert rig.there == []
+    rig.want(found(owner="b"))
+    assert rig.there == [P]
+
+
 async def test_who_is_removed_by_hand_stays_away_until_the_pod_is_another(rig: Rig) -> None:
     rig.want(found())
     rig.registry.remove(rig.worker)
