@@ -138,7 +138,7 @@ async def test_it_dies(mock: RpcMock) -> None:
     assert (await asking).code is GONE
     await mock.idle()
     assert mock.legs[0].outcome is Outcome.CRASHED
-    assert (await ask(mock, to_vllm(IDS), patience=1)).code is GONE
+    assert (await ask(mock, to_vllm(IDS))).code is GONE
 
 
 async def test_it_stops_in_order() -> None:
@@ -146,7 +146,7 @@ async def test_it_stops_in_order() -> None:
     await mock.start()
     asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, stream=True)))
     await mock.received()
-    await mock.stop(5)
+    await mock.stop(60)
     assert (await asking).streamed == WORDS
 
 

@@ -122,7 +122,7 @@ async def test_connection_close(dial: Dial, mock: SglangMock) -> None:
 
 
 async def test_idle_connections_are_closed_but_busy_ones_are_not(dial: Dial) -> None:
-    async with SglangMock("regular", keep_alive=0.05, first_token_delay=0.3) as mock:
+    async with SglangMock("regular", keep_alive=0.5, first_token_delay=1) as mock:
         idle, busy = await dial(mock), await dial(mock)
         busy.send("POST", CHAT, BODY)
         assert await idle.ended() == b""
@@ -191,7 +191,7 @@ async def test_stop_lets_requests_finish_within_the_grace(dial: Dial) -> None:
     call = await dial(mock)
     call.send("POST", CHAT, BODY)
     await mock.received(1)
-    stopping = asyncio.create_task(mock.stop(grace=5))
+    stopping = asyncio.create_task(mock.stop(grace=60))
     assert (await call.answer()).complete
     await stopping
     assert mock.legs[0].outcome is Outcome.COMPLETED
@@ -430,10 +430,20 @@ async def test_requests_over_http(mock: SglangMock) -> None:
     assert (await ask(mock, "/_mock/nothing")).status == 404
 
 
-async def test_listener_and_crash_over_http(dial: Dial, mock: SglangMock) -> None:
-    await ask(mock, "/_mock/listener", {"refuse_seconds": 2})
+async def test_listener_and_crash_over_http(
+    dial: Dial, mock: SglangMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, accept = asyncio.Event(), mock.accept
+
+    async def accept_when_seen() -> None:
+        await seen.wait()
+        await accept()
+
+    monkeypatch.setattr(mock, "accept", accept_when_seen)
+    await ask(mock, "/_mock/listener", {"refuse_seconds": 0.02})
     with pytest.raises(ConnectionRefusedError):
         await dial(mock)
+    seen.set()
 
     async def accepted() -> Call:
         while True:
