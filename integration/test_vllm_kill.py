@@ -164,6 +164,7 @@ async def test_a_decode_is_killed(fleet):
     async with loaded(fleet) as workers:
         load = workers.load
         assert not load.of(*BAD)
+        await workers.decodes[0].withhold("/v1/responses")  # of which no streams are asked for
         await workers.decodes[0].kill()
         await load.more(10 * CLIENTS)
         await load.stop()

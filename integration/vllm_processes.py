@@ -50,6 +50,17 @@ class MockProcess:
             self._process.kill()
         await self._process.wait()
 
+    async def withhold(self, path: str) -> None:
+        """Have it begin no answer on ``path`` any more, and wait until a leg is there that waits for one."""
+        assert (await self.client.post("/_mock/faults", {"path": path, "delay_first_token": 600})).status == 200
+        since = time.time()
+        async with asyncio.timeout(START):
+            while not any(
+                leg["target"] == path and leg["outcome"] == "live" and since < leg["arrived"] and leg["received"]
+                for leg in await self.requests()
+            ):
+                await asyncio.sleep(0.01)
+
     async def idle(self) -> None:
         """Wait until it runs nothing."""
         assert (await self.client.get("/_mock/idle")).status == 200

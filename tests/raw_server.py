@@ -7,7 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-PATIENCE = 10  # seconds until what must come is given up
+PATIENCE = 60.0  # seconds until what must come is given up
 
 
 class Connection:

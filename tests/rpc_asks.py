@@ -46,7 +46,7 @@ def channel(mock: RpcMock) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"{mock.host}:{mock.port}", options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-def dial(connected: grpc.aio.Channel, mock: RpcMock, request: Any, metadata: Any = (), timeout: float = 5) -> Any:
+def dial(connected: grpc.aio.Channel, mock: RpcMock, request: Any, metadata: Any = (), timeout: float = 60) -> Any:
     """The call of a ``Generate``."""
     method = connected.unary_stream(
         f"/{mock.facts.service}/Generate",
@@ -78,7 +78,7 @@ async def abort(mock: RpcMock, *names: str) -> Any:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=mock.facts.messages().AbortResponse.FromString,
         )
-        return await method(request, timeout=5)
+        return await method(request, timeout=60)
 
 
 def to_vllm(ids: Any, name: str = "a", *, stream: bool = False, params: Any = None, **sampling: Any) -> Any:

@@ -66,27 +66,32 @@ def following(context: zmq.Context[Any], publisher: Publisher, **more: Any) -> I
 
 
 class Line:
-    """A TCP connection in between, which can be cut."""
+    """A TCP connection in between, which can be cut, and comes back when it is started again."""
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self._own_port = 0
         self._server: asyncio.Server | None = None
         self.open: list[asyncio.StreamWriter] = []
-        self.endpoint = ""
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self._own_port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._own_port)
+        self._own_port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
+        assert self._server is not None
+        self._server.close()
         for writer in self.open:
             writer.transport.abort()
         self.open.clear()
 
     async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
         self.cut()
+        assert self._server is not None
         await self._server.wait_closed()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -280,6 +285,7 @@ async def test_a_connection_that_breaks_and_comes_back(context: zmq.Context[Any]
             line.cut()
             await eventually(lambda: not stream.connected)
             assert (told.names, told.whole) == ([], False)
+            await line.start()
             await eventually(lambda: stream.connected and line.open)
             await eventually(lambda: publisher.heard)
             say(publisher, 3)

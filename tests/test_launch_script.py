@@ -392,7 +392,7 @@ if os.environ.get("FAKE_STUBBORN"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.Popen(["sleep", "60"], close_fds=False)
-if str(port) == os.environ.get("FAKE_BROKEN_PORT"):
+if port == int(os.environ["PREFILL_PORT"]) + int(os.environ.get("FAKE_BROKEN", "-1")):
     sys.exit("no such model")
 HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -534,11 +534,7 @@ def test_a_worker_that_ends_ends_the_others(launch: Launch) -> None:
 
 
 def test_a_worker_that_does_not_start_ends_the_others(launch: Launch) -> None:
-    first = free_ports(4)
-    launched = launch(
-        "vllm", "org/model", PREFILL_PORT=str(first), FAKE_BROKEN_PORT=str(first + 1), FAKE_UNREADY="1000"
-    )
-    code, stderr = launched.end()
+    code, stderr = launch("vllm", "org/model", FAKE_BROKEN="1", FAKE_UNREADY="1000").end()
     assert code == 1
     assert "no such model" in stderr
     assert "decode-0 has ended with exit code 1" in stderr

@@ -196,9 +196,9 @@ class TestVllm:
             assert (decode.legs[-1].kv, decode.legs[-1].rank) == ("transferred", 1)
 
     @asynccontextmanager
-    async def mooncake(self) -> AsyncIterator[Any]:
+    async def mooncake(self, **prefills: Any) -> AsyncIterator[Any]:
         async with (
-            VllmMock("prefill", connector=MOONCAKE, dp_size=3, engine_id="e", lease=0.3) as prefill,
+            VllmMock("prefill", connector=MOONCAKE, dp_size=3, engine_id="e", **prefills) as prefill,
             VllmMock("decode", connector=MOONCAKE, dp_size=2) as decode,
         ):
             yield prefill, decode
@@ -235,6 +235,7 @@ class TestVllm:
             for rank in range(3):
                 assert (await self.legs(pair, rank, f"e_dp{rank}")).status == 200
                 assert pair[1].legs[-1].kv == "transferred"
+        async with self.mooncake(lease=0.3) as pair:
             assert (await self.legs(pair, 1, "e_dp2")).status == 500
             assert (await self.legs(pair, 1, "e")).status == 500  # whom nobody knows
 

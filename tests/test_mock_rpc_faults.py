@@ -125,6 +125,26 @@ async def test_the_head_comes_before_anything_is_known(mock: RpcMock) -> None:
         call.cancel()
 
 
+async def test_it_goes_on_when_it_is_let_go(mock: RpcMock) -> None:
+    go_on = asyncio.Event()
+    mock.fail(Fault(hang=Point.MID_BODY, after_chunks=2, until=go_on))
+    asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, stream=True)))
+    (leg,) = await mock.received()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert leg.ended is None
+    go_on.set()
+    assert (await asking).streamed == WORDS
+    mock.behave()
+    go_on.clear()
+    mock.fail(Fault(status=503, until=go_on))
+    asking = asyncio.ensure_future(ask(mock, to_vllm(IDS)))
+    await mock.received(2)
+    assert not asking.done()
+    go_on.set()
+    assert (await asking).code is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_its_pace(mock: RpcMock) -> None:
     answer = await ask(mock, to_vllm(IDS), told(tokens=4, delay_first_token=0.03))
     assert list(answer.complete.output_ids) == model.written(IDS, tokens=4).ids
@@ -138,7 +158,7 @@ async def test_it_dies(mock: RpcMock) -> None:
     assert (await asking).code is GONE
     await mock.idle()
     assert mock.legs[0].outcome is Outcome.CRASHED
-    assert (await ask(mock, to_vllm(IDS), patience=1)).code is GONE
+    assert (await ask(mock, to_vllm(IDS))).code is GONE
 
 
 async def test_it_stops_in_order() -> None:
@@ -146,7 +166,7 @@ async def test_it_stops_in_order() -> None:
     await mock.start()
     asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, stream=True)))
     await mock.received()
-    await mock.stop(5)
+    await mock.stop(60)
     assert (await asking).streamed == WORDS
 
 

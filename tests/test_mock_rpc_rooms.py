@@ -14,13 +14,14 @@ import pytest
 from extproc.mock import Outcome, RpcMock
 from extproc.mock.engine import Pace
 from extproc.mock.generation import Limits, logprob
+from extproc.mock.observed import PATIENCE
 from extproc.mock.rpc import model
 from extproc.mock.sglang.engine import Layout, Patience
 from tests.fleet import eventually
 from tests.rpc_asks import Answer, abort, ask, channel, dial, to_rooms
 
 BAD, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
-LATE, GONE = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
+GONE = grpc.StatusCode.UNAVAILABLE
 IDS = list(range(20, 90))
 WORDS = model.written(IDS).ids
 SLOW = Pace(token=0.01, tokens=1000)
@@ -144,8 +145,14 @@ class TestTogether:
 
 class TestStrict:
     async def test_a_lone_decode_never_answers(self, pair: Pair) -> None:
-        answer = await ask(pair.decode, pair.leg(stream=True), patience=0.2)
-        assert (answer.code, answer.messages) == (LATE, [])
+        async with channel(pair.decode) as connected:
+            call = dial(connected, pair.decode, pair.leg(stream=True))
+            await pair.decode.received()
+            answer = asyncio.ensure_future(call.read())
+            await asyncio.wait([answer], timeout=0.2)
+            assert not answer.done()
+            call.cancel()
+            await asyncio.wait([answer])
         await pair.decode.idle()
         assert pair.decode.legs[0].outcome is Outcome.CLIENT_CLOSED
 
@@ -253,7 +260,7 @@ class TestAborts:
     async def test_tokenspeed_ends_the_call(self, pair: Pair) -> None:
         pair.decode.pace = SLOW
         asking = asyncio.ensure_future(pair.both(stream=True, name="n"))
-        await pair.decode.recorder.until(lambda: any(leg.first_byte for leg in pair.decode.legs), 5)
+        await pair.decode.recorder.until(lambda: any(leg.first_byte for leg in pair.decode.legs), PATIENCE)
         assert (await abort(pair.decode, "n")).message == "Aborted 1 request(s) for n"
         _, decode = await asking
         assert decode.code is INTERNAL

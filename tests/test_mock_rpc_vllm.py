@@ -12,6 +12,7 @@ import pytest
 from extproc.mock import Outcome, RpcMock
 from extproc.mock.engine import Pace
 from extproc.mock.generation import Limits, alternatives, logprob
+from extproc.mock.observed import PATIENCE
 from extproc.mock.rpc import model
 from extproc.mock.rpc.engines import MOONCAKE, NIXL
 from tests.rpc_asks import ASK, abort, ask, channel, dial, to_vllm
@@ -53,7 +54,7 @@ class Pair:
 async def nixl() -> AsyncIterator[Pair]:
     options = {"load_failure_delay": 0.02}
     async with (
-        RpcMock("vllm", "prefill", connector=NIXL, engine_options={"lease": 0.3}) as prefill,
+        RpcMock("vllm", "prefill", connector=NIXL) as prefill,
         RpcMock("vllm", "decode", connector=NIXL, engine_options=options) as decode,
     ):
         yield Pair(prefill, decode)
@@ -191,7 +192,7 @@ class TestAborts:
         mock.pace = SLOW
         asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, "gone", stream=True)))
         other = asyncio.ensure_future(ask(mock, to_vllm(IDS, "stays", stream=True, max_tokens=60)))
-        await mock.recorder.until(lambda: any(leg.first_byte for leg in mock.legs), 5)
+        await mock.recorder.until(lambda: any(leg.first_byte for leg in mock.legs), PATIENCE)
         await abort(mock, "gone", "unknown")
         answer = await asking
         assert answer.complete.finish_reason == "abort"
@@ -260,15 +261,16 @@ class TestNixl:
         assert answer.code is grpc.StatusCode.UNAVAILABLE
         assert nixl.decode.crashed.is_set()
 
-    async def test_a_lease_ends(self, nixl: Pair) -> None:
-        await nixl.prefilled(IDS)
-        await nixl.prefill.freed()
-        assert nixl.prefill.expired == 1
+    async def test_a_lease_ends(self) -> None:
+        async with RpcMock("vllm", "prefill", connector=NIXL, engine_options={"lease": 0.02}) as prefill:
+            await Pair(prefill, prefill).prefilled(IDS)
+            await prefill.freed()
+            assert prefill.expired == 1
 
     async def test_a_decode_that_refuses_has_the_blocks_freed(self, nixl: Pair) -> None:
         params = await nixl.prefilled(IDS)
         assert (await ask(nixl.decode, to_vllm([1], params=params, max_tokens=0))).code is BAD
-        await nixl.prefill.freed(0.2)
+        await nixl.prefill.freed()
         assert nixl.prefill.expired == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from extproc.mock import Fault, Outcome, Point, Rule, SglangMock
 from extproc.mock.connection import Connection
+from extproc.mock.faults import FaultError
 from tests.mock_client import Answer, Call, ask, dialling
 
 CHAT = "/v1/chat/completions"
@@ -122,7 +123,7 @@ async def test_connection_close(dial: Dial, mock: SglangMock) -> None:
 
 
 async def test_idle_connections_are_closed_but_busy_ones_are_not(dial: Dial) -> None:
-    async with SglangMock("regular", keep_alive=0.05, first_token_delay=0.3) as mock:
+    async with SglangMock("regular", keep_alive=0.5, first_token_delay=1) as mock:
         idle, busy = await dial(mock), await dial(mock)
         busy.send("POST", CHAT, BODY)
         assert await idle.ended() == b""
@@ -191,7 +192,7 @@ async def test_stop_lets_requests_finish_within_the_grace(dial: Dial) -> None:
     call = await dial(mock)
     call.send("POST", CHAT, BODY)
     await mock.received(1)
-    stopping = asyncio.create_task(mock.stop(grace=5))
+    stopping = asyncio.create_task(mock.stop(grace=60))
     assert (await call.answer()).complete
     await stopping
     assert mock.legs[0].outcome is Outcome.COMPLETED
@@ -361,6 +362,47 @@ async def test_delays(mock: SglangMock) -> None:
     assert stream.ended - stream.first_byte > 0.05
 
 
+async def test_a_head_that_is_held_until_it_is_let_go(mock: SglangMock) -> None:
+    go_on = asyncio.Event()
+    asking = asyncio.create_task(_faulty(mock, Fault(status=503, until=go_on)))
+    (leg,) = await mock.received(1)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert leg.head_sent is None
+    go_on.set()
+    answer = await asking
+    assert answer is not None
+    assert answer.status == 503
+
+
+async def test_a_stream_that_is_let_go_chunk_by_chunk(mock: SglangMock, dial: Dial) -> None:
+    passes = asyncio.Semaphore(0)
+
+    class OneByOne:
+        async def wait(self) -> None:
+            await passes.acquire()
+
+    mock.fail(Fault(hang=Point.MID_BODY, after_chunks=0, until=OneByOne(), tokens=9))
+    call = await dial(mock)
+    call.send("POST", CHAT, {**BODY, "stream": True})
+    await call.head()
+    (leg,) = mock.legs
+    assert leg.first_byte is None
+    for _ in range(3):
+        passes.release()
+        assert await call.reader.readuntil(b"\n\n\r\n")
+        assert leg.ended is None
+    for _ in range(9):
+        passes.release()
+    await mock.idle()
+    assert leg.outcome is Outcome.COMPLETED
+
+
+async def test_what_is_waited_for_cannot_be_said_in_json() -> None:
+    with pytest.raises(FaultError, match="unknown fields: until"):
+        Fault.parse({"until": 1})
+
+
 async def test_garbage_and_early_head(mock: SglangMock) -> None:
     garbage = await _faulty(mock, Fault(garbage=True))
     assert garbage is not None
@@ -430,10 +472,20 @@ async def test_requests_over_http(mock: SglangMock) -> None:
     assert (await ask(mock, "/_mock/nothing")).status == 404
 
 
-async def test_listener_and_crash_over_http(dial: Dial, mock: SglangMock) -> None:
-    await ask(mock, "/_mock/listener", {"refuse_seconds": 2})
+async def test_listener_and_crash_over_http(
+    dial: Dial, mock: SglangMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, accept = asyncio.Event(), mock.accept
+
+    async def accept_when_seen() -> None:
+        await seen.wait()
+        await accept()
+
+    monkeypatch.setattr(mock, "accept", accept_when_seen)
+    await ask(mock, "/_mock/listener", {"refuse_seconds": 0.02})
     with pytest.raises(ConnectionRefusedError):
         await dial(mock)
+    seen.set()
 
     async def accepted() -> Call:
         while True:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.mock import Fault, Outcome, Point, VllmMock
+from extproc.mock.observed import PATIENCE
 from extproc.workers.vllm_cache import layout_of
 from tests.mock_client import Answer, Call, ask, dialling
 
@@ -208,9 +209,8 @@ async def test_blocks_stay_pinned_until_the_decode_has_read_them(pair: Pair) -> 
 async def test_a_lease_ends() -> None:
     async with VllmMock("prefill", lease=0.02) as prefill:
         await ask(prefill, CHAT, one_token(CHAT, REQUESTS[CHAT]) | {"kv_transfer_params": PREFILL})
-        await prefill.holding()
+        await prefill.recorder.until(lambda: prefill.expired == 1, PATIENCE)
         await prefill.freed()
-        assert prefill.expired == 1
 
 
 async def test_a_stream_has_no_parameters_but_pins(pair: Pair) -> None:

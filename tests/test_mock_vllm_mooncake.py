@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from extproc.mock import VllmMock
+from extproc.mock.observed import PATIENCE
 from extproc.mock.vllm.worker import MOONCAKE
 from tests.mock_client import Answer, Call, ask, dialling
 
@@ -147,9 +148,8 @@ async def test_legs_that_do_not_meet_give_up() -> None:
         pair = Pair(prefill, decode)
         assert (await pair.second(pair.params("alone"))).status == 500
         await pair.first("lonely")
-        await prefill.holding()
+        await prefill.recorder.until(lambda: prefill.expired == 1, PATIENCE)
         await prefill.freed()
-        assert prefill.expired == 1
         assert (await pair.second(pair.params("lonely"))).status == 500
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleet import Engine, FakeEnvoy, add_ready, engine, eventually, spec, until
+from fleet import LONG, Engine, FakeEnvoy, add_ready, engine, eventually, spec, until
 
 from extproc.workers import envoy_load, load_poll
 from extproc.workers.client import WorkerClient
@@ -158,7 +158,7 @@ async def test_only_usable_workers_are_asked() -> None:
         await eventually(lambda: worker.engine_load)
         rig.registry.set_status(worker, Status.NOT_READY)
         assert worker.engine_load is None, "what it said before does not count any more"
-        await asyncio.sleep(0.01)
+        await rig.client.get(worker, "/health", within=LONG)  # comes after a question that was on its way
         asked = len(server.requests)
         await asyncio.sleep(0.05)
         assert len(server.requests) == asked

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.mock.api import InvalidBodyError
 from extproc.mock.engine import CrashError, Pace
+from extproc.mock.observed import PATIENCE
 from extproc.mock.runner import Runner, send
 from extproc.mock.vllm import bodies
 from extproc.mock.vllm.anthropic import MessagesApi
@@ -152,15 +153,15 @@ class VllmMock(MockWorker):
         """How often it was asked."""
         return self._connector.bootstrap.queries if isinstance(self._connector, Mooncake) else 0
 
-    async def freed(self, patience: float = 5.0) -> None:
+    async def freed(self, patience: float = PATIENCE) -> None:
         """Wait until no blocks are pinned."""
         await self.recorder.until(lambda: not self.pinned, patience)
 
-    async def holding(self, count: int = 1, patience: float = 5.0) -> None:
+    async def holding(self, count: int = 1, patience: float = PATIENCE) -> None:
         """Wait until the blocks of ``count`` requests are pinned."""
         await self.recorder.until(lambda: len(self.pins) >= count, patience)
 
-    async def wanted(self, count: int = 1, patience: float = 5.0) -> None:
+    async def wanted(self, count: int = 1, patience: float = PATIENCE) -> None:
         """Wait until decodes wait for ``count`` transfers by Mooncake."""
         await self.recorder.until(lambda: len(self.asked_for) == count, patience)
 
