@@ -424,7 +424,7 @@ class Rig:
             client_port=0,
             admin_port=0,
             concurrency=1,
-            connect_timeout=0.5,
+            connect_timeout=10,  # a handshake of TLS takes its time on a busy machine
         )
         self.config = replace(defaults, **options)
         self.extproc = ExtProc(self.config.extproc)

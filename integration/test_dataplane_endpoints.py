@@ -30,7 +30,7 @@ def tls(directory: Path) -> ssl.SSLContext:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(directory: Path, tls: ssl.SSLContext) -> AsyncIterator[Rig]:
     assert tls
-    rig = Rig(directory, ca_file=str(directory / "ca.pem"), upstream_idle_timeout=0.3)
+    rig = Rig(directory, ca_file=str(directory / "ca.pem"), upstream_idle_timeout=60)
     await rig.start()
     yield rig
     await rig.stop()
@@ -112,14 +112,24 @@ async def test_endpoints_survive_the_sidecars_restart_and_follow_the_new_one(rig
     assert (await rig.post(old.address)).status == 503
 
 
-async def test_an_idle_connection_is_closed_before_the_worker_would(rig: Rig) -> None:
+async def test_an_idle_connection_is_kept_for_a_while(rig: Rig) -> None:
     worker = await rig.worker()
     await rig.know(worker.endpoint)
     await rig.post(worker.address)
     await rig.post(worker.address)
     assert worker.connections == 1
+    assert not worker.closed.is_set()
+
+
+async def test_an_idle_connection_is_closed_before_the_worker_would(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, upstream_idle_timeout=0.3)
+    await rig.start()
+    worker = await rig.worker()
+    await rig.know(worker.endpoint)
+    assert (await rig.post(worker.address)).status == 200
     async with asyncio.timeout(60):
         await worker.closed.wait()
+    await rig.stop()
 
 
 # IPv6

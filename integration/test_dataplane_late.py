@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -20,9 +21,19 @@ REPLY_SECONDS = 0.4  # instead of half a minute
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path_factory.mktemp("rig"), connect_timeout=2)
+    rig.extproc = Scripted(rig.config.extproc)
+    await rig.start()
+    yield rig
+    await rig.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hasty_rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    """One that does not wait long for the service."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ext_proc, "_REPLY_SECONDS", REPLY_SECONDS)
-        rig = Rig(tmp_path_factory.mktemp("rig"), request_timeout=1.5, timeout_margin=0.5)
+        rig = Rig(tmp_path_factory.mktemp("hasty"), request_timeout=2.5, timeout_margin=0.5)
         rig.extproc = Scripted(rig.config.extproc)
         await rig.start()
     yield rig
@@ -31,8 +42,20 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
 
 @pytest_asyncio.fixture(loop_scope="module", params=["http1", "http2"])
 async def stage(rig: Rig, request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    async with staged(rig, request.param) as stage:
+        yield stage
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=["http1", "http2"])
+async def hasty(hasty_rig: Rig, request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    async with staged(hasty_rig, request.param) as stage:
+        yield stage
+
+
+@asynccontextmanager
+async def staged(rig: Rig, protocol: str) -> AsyncIterator[Stage]:
     assert isinstance(rig.extproc, Scripted)
-    stage = Stage(rig, rig.extproc, request.param)
+    stage = Stage(rig, rig.extproc, protocol)
     yield stage
     await stage.close()
 
@@ -94,18 +117,18 @@ async def test_an_answer_instead_of_a_worker_that_cannot_be_reached(stage: Stage
         await first.release(full.address)
         await first.give_up("one")
         second = await stage.second("one")
-        await asyncio.sleep(2 * stage.rig.config.connect_timeout)  # by then Envoy would have given up
+        await asyncio.sleep(1.25 * stage.rig.config.connect_timeout)  # by then Envoy would have given up
         await second.head()
         await second.body(b"hello", end=True)
         reply = await asked.whole()
         assert (reply.status, reply.body) == (200, b"hello")
 
 
-async def test_the_second_answer_may_take_its_time(stage: Stage) -> None:
+async def test_the_second_answer_may_take_its_time(hasty: Stage) -> None:
     """Longer than the service may hold an answer's head that comes from a worker."""
-    asked, first = await stage.released(await stage.rig.worker(never))
+    asked, first = await hasty.released(await hasty.rig.worker(never))
     await first.give_up("one")
-    second = await stage.second("one")
+    second = await hasty.second("one")
     await asyncio.sleep(2 * REPLY_SECONDS)
     await second.head()
     await second.body(b"one")
@@ -206,10 +229,10 @@ async def test_a_second_call_that_fails_in_its_answer(stage: Stage) -> None:
     assert await asked.cut() == b"begun"
 
 
-async def test_a_second_call_that_says_nothing_ends_behind_our_own_deadline(stage: Stage) -> None:
-    asked, first = await stage.released(await stage.rig.worker(never))
+async def test_a_second_call_that_says_nothing_ends_behind_our_own_deadline(hasty: Stage) -> None:
+    asked, first = await hasty.released(await hasty.rig.worker(never))
     await first.give_up("one")
-    second = await stage.second("one")
+    second = await hasty.second("one")
     reply = await asked.whole()
     assert (reply.status, reply.code) == (504, "request_timeout")
     assert LATE not in dict(reply.headers)

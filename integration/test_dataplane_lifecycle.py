@@ -160,7 +160,7 @@ async def test_draining_lets_requests_under_way_end(rig: Rig) -> None:
         await session.get(f"{rig.url}/readiness")
         under_way = asyncio.create_task(rig.post(slow.address))
         await slow.arrived.wait()
-        stopping = asyncio.create_task(rig.envoy.stop(10))
+        stopping = asyncio.create_task(rig.envoy.stop(60))
         await refuses_connections(rig)
 
         # A client with an open connection is served once more and sent away, and legs go out as before.

@@ -20,7 +20,6 @@ from http2_client import Stream
 from http_client import Exchange
 from played_rpc_worker import METHOD, Asked, RpcWorker, fails, never, says
 
-from extproc.dataplane import ext_proc
 from extproc.names import CLUSTER, DESTINATION, ERROR_CODE, LATE, LOCAL_REPLY, METADATA_NAMESPACE
 from extproc.workers.endpoints import DECODE_GRPC_CLUSTER, PREFILL_GRPC_CLUSTER
 
@@ -39,12 +38,10 @@ def frame(message: bytes) -> bytes:
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     certificates = tmp_path_factory.mktemp("certificates")
     make_certificates(certificates)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ext_proc, "_REPLY_SECONDS", 0.4)
-        rig = Rig(tmp_path_factory.mktemp("rig"), ca_file=str(certificates / "ca.pem"))
-        rig.certificates = certificates  # type: ignore[attr-defined]
-        rig.extproc = Scripted(rig.config.extproc)
-        await rig.start()
+    rig = Rig(tmp_path_factory.mktemp("rig"), ca_file=str(certificates / "ca.pem"))
+    rig.certificates = certificates  # type: ignore[attr-defined]
+    rig.extproc = Scripted(rig.config.extproc)
+    await rig.start()
     yield rig
     await rig.stop()
 

@@ -329,7 +329,7 @@ async def test_an_answer_that_is_left_while_both_legs_are_out(flow: StrictProduc
     flow.prefill.pace = Pace(first_token=2 if finishes else 30)
     asking = asyncio.create_task(client.chat.completions.create(**CHAT, stream=True))
     in_turn = flow.flow == "nixl"
-    await soon(lambda: flow.prefill.running > 0, "nothing is prefilled")
+    await soon(lambda: bool(flow.prefill.legs) and flow.prefill.running > 0, "nothing is prefilled")
     if not in_turn:
         await soon(lambda: any(mock.running for mock in flow.decodes), "no decode waits for it")
     asking.cancel()

@@ -15,7 +15,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from http2_client import Http2Client
-from http_client import Reply
+from http_client import PATIENCE, Reply
 from product import soon
 from rpc_engine import Leg, fails, never
 from rpc_product import TEXT, RpcProduct
@@ -171,6 +171,7 @@ async def test_a_busy_decode_leads_to_another_attempt(product: RpcProduct) -> No
         reply = await product.post("/v1/chat/completions", CHAT)
         assert (reply.status, reply.json["choices"][0]["message"]["content"]) == (200, TEXT)
         assert reply.header("x-pd-decode") == second.url
+    await product.records.until(lambda: len(product.records.all) == 2)
     assert any(record.attempts == 2 for record in product.records.all)
 
 
@@ -180,6 +181,7 @@ async def test_a_busy_decode_leads_to_another_attempt_of_a_stream(product: RpcPr
     for _ in range(2):
         reply = await product.post("/v1/chat/completions", STREAM)
         assert (reply.status, text_of(reply), reply.events[-1]) == (200, TEXT, "[DONE]")
+    await product.records.until(lambda: len(product.records.all) == 2)
     assert any(record.attempts == 2 for record in product.records.all)
 
 
@@ -261,7 +263,7 @@ async def test_a_client_that_leaves(product: RpcProduct, stream: bool, begun: bo
         mock.behave = behave
     exchange = await product.client.open("/v1/chat/completions", STREAM if stream else CHAT)
     arrivals = [asyncio.ensure_future(mock.arrived()) for mock in product.decodes]
-    done, waiting = await asyncio.wait(arrivals, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    done, waiting = await asyncio.wait(arrivals, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
     leg = done.pop().result()
