@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from extproc.dataplane.config import DataplaneConfig
@@ -108,6 +110,57 @@ async def test_a_port_in_use_is_an_error_before_anything_starts(taken: str, flag
         )
         with pytest.raises(EnvoyStartError, match=rf"127.0.0.1:{port} \({flag}\): Address already in use"):
             await EnvoyProcess(config).start()
+
+
+class Admin:
+    """An admin interface that says what it is given, in turn, or nothing in time."""
+
+    def __init__(self, drains: list[Exception | None], requests: list[Exception | int]) -> None:
+        self.drains = drains
+        self.requests = requests
+
+    async def begin_draining(self) -> None:
+        if (said := self.drains.pop(0)) is not None:
+            raise said
+
+    async def gauge(self, _: str) -> int:
+        said = self.requests.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def close(self) -> None:
+        pass
+
+
+async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, admin: Admin) -> EnvoyProcess:
+    async def at_once(_: EnvoyProcess) -> None:
+        pass
+
+    monkeypatch.setattr(EnvoyProcess, "_until_ready", at_once)
+    envoy = EnvoyProcess(CONFIG, program(tmp_path / "envoy", script))
+    await envoy.start()
+    envoy._admin = admin  # type: ignore[assignment]
+    return envoy
+
+
+async def test_a_drain_lasts_until_envoy_has_said_that_nothing_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is too busy to answer within two seconds may have requests all the same."""
+    admin = Admin([TimeoutError(), None], [TimeoutError(), 2, aiohttp.ClientError(), TimeoutError(), 1, 0])
+    envoy = await started(tmp_path, monkeypatch, "exec sleep 60", admin)
+    await envoy.stop(60)
+    assert admin.drains == admin.requests == []
+    assert await envoy.wait() == -15
+
+
+async def test_a_drain_is_over_when_envoy_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = Admin([None], [TimeoutError() for _ in range(100_000)])
+    envoy = await started(tmp_path, monkeypatch, "sleep 0.1; exit 0", silent)
+    async with asyncio.timeout(60):
+        await envoy.stop(600)
+    assert await envoy.wait() == 0
 
 
 async def test_stop_without_start() -> None:

@@ -11,8 +11,10 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 
@@ -41,6 +43,7 @@ _POLL_SECONDS = 0.02
 _TERMINATION_SECONDS = 5.0
 _VERSION_SECONDS = 5.0
 _LONGEST_LOG_LINE = 1024 * 1024
+_Said = TypeVar("_Said")
 
 
 class EnvoyNotFoundError(Exception):
@@ -237,11 +240,20 @@ class EnvoyProcess:
         return f"It said: {self._last_words or 'nothing'} ({self._program}: {version})"
 
     async def _drain(self, admin: EnvoyAdmin, grace: float) -> None:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                await admin.begin_draining()
-                while await self._active_requests(admin):  # noqa: ASYNC110  # Envoy tells it only when asked
+                await self._answered(admin.begin_draining)
+                while await self._answered(partial(self._active_requests, admin)):  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_SECONDS)
+
+    async def _answered(self, ask: Callable[[], Awaitable[_Said]]) -> _Said | None:
+        """What the admin interface says, asked again while Envoy is too busy to say it; None when Envoy has ended."""
+        while self._running.returncode is None:
+            try:
+                return await ask()
+            except (aiohttp.ClientError, TimeoutError):
+                await asyncio.sleep(_POLL_SECONDS)
+        return None
 
     @staticmethod
     async def _active_requests(admin: EnvoyAdmin) -> int:
