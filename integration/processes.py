@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -17,13 +18,22 @@ from http_client import Client, CutError
 from product import soon
 
 PATIENCE = 120.0  # seconds; starting Python and Envoy on a busy machine takes some
+_given: set[int] = set()  # ports
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on, for programs that cannot say which they took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on, for programs that cannot say which they took; never the same twice.
+
+    It is none of those that the kernel gives to whoever connects, which any connection may take before the program.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        if port in _given:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _given.add(port)
+            return port
 
 
 def is_alive(pid: int) -> bool:

@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 from product import Product
 from soak_requests import BODY_LIMIT, REQUEST_SECONDS
 
-from extproc.mock import SglangMock
+from extproc.mock import Record, SglangMock
 from extproc.workers.changes import Change
 from extproc.workers.worker import Role, Worker
 
@@ -118,10 +118,19 @@ class Absence:
     why: Why
     began: float
     ended: float = math.inf
+    # Under way when it began to refuse. When they are answered it closes their connections, on which Envoy may by then
+    # have sent another request: their heads went out before, and announce no end.
+    legs: list[Record] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Forget the legs that have ended since, but not when."""
+        for leg in [leg for leg in self.legs if leg.ended is not None]:
+            self.legs.remove(leg)
+            self.ended = max(self.ended, leg.ended or 0.0)
 
     def felt(self, began: float, ended: float) -> bool:
         """Whether a request may have felt it."""
-        return self.began <= ended and began <= self.ended + AFTERMATH
+        return self.began <= ended and (bool(self.legs) or began <= self.ended + AFTERMATH)
 
 
 class Turnover:
@@ -150,6 +159,8 @@ class Turnover:
             mock = self._chance.choice(mocks)
             absence = Absence(mock.url, mock.role, self._chance.choice(list(Why)), time.time())
             self.absences.append(absence)
+            if absence.why is Why.REFUSES:
+                absence.legs = mock.live
             await self._be_absent(mock, absence.why)
             await self._product.fleet(lambda workers: all(each.usable for each in workers if each.role is role))
             absence.ended = time.time()

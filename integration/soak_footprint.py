@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import os
@@ -79,7 +80,7 @@ async def at_rest(product: SoakedProduct, before: Footprint | None = None) -> Fo
     product.records.all.clear()
     deadline = time.monotonic() + _PATIENCE
     while True:
-        active = {name: value for name in _ACTIVE if (value := await product.envoy.admin.gauge(name))}
+        active = {name: value for name in _ACTIVE if (value := await gauge(product, name))}
         for mock in product.mocks:
             mock.clear()
         footprint = Footprint.of(product)
@@ -88,6 +89,14 @@ async def at_rest(product: SoakedProduct, before: Footprint | None = None) -> Fo
             return footprint
         assert time.monotonic() < deadline, f"left in Envoy: {active}, left in this process: {more}"
         await asyncio.sleep(0.25)
+
+
+async def gauge(product: SoakedProduct, name: str) -> int:
+    """One of Envoy's, which may be too busy to say it at once."""
+    async with asyncio.timeout(_PATIENCE):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return await product.envoy.admin.gauge(name)
 
 
 def exchanges() -> list[object]:

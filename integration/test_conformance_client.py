@@ -275,6 +275,7 @@ async def test_pause_holds_the_client_back_and_resume_lets_it_go(server: Server,
             for _ in range(400):
                 await call.write(b"?" * (1 << 16))
 
+        await calls.until(lambda: bool(calls.handlers) and calls.handlers[0].messages == 1)
         writing = asyncio.create_task(write())
         done, _ = await asyncio.wait([writing], timeout=0.3)
         assert not done, "the client could write everything although the call is paused"

@@ -277,6 +277,7 @@ async def test_an_immediate_response(client: aiohttp.ClientSession, exchanges: E
 
 async def test_pause_holds_an_upload_back_through_envoy(client: aiohttp.ClientSession, exchanges: Exchanges) -> None:
     posting = asyncio.create_task(client.post("/sha", data=BytesIO(_BODY), headers={"x-do": "pause"}))
+    await exchanges.until(lambda: bool(exchanges.all) and exchanges.all[0].do == "pause")
     done, _ = await asyncio.wait([posting], timeout=0.3)
     assert not done
     exchange = exchanges.all[0]

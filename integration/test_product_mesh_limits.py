@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 import pytest
@@ -41,8 +42,12 @@ async def test_without_the_sidecar_no_worker_gets_anything(snippet, status):
 async def test_the_gateway_of_a_pool_takes_any_other_worker():
     """Its rule for a worker that it does not know is its own. The engine that gets the wrong leg refuses it."""
     async with InMesh(1, 1, snippet=POOL, known=["prefill"], disable_retries=True) as product:
-        answer = await product.post(PATH, CHAT)
-        assert answer.status == 400
+        both_have_come = asyncio.Event()
+        product.prefill.fail(Fault(until=both_have_come))
+        exchange = await product.client.open(PATH, CHAT)
+        await product.prefill.received(2)
+        both_have_come.set()
+        assert (await exchange.whole()).status == 400
         assert len(product.prefill.legs) == 2
         await product.settled()
 

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from mesh_product import InMesh, VllmInMesh
+from product import soon
 
 from extproc.dataplane.snippets import SNIPPETS
-from extproc.mock import Fault
+from extproc.mock import Fault, Point
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,12 +45,15 @@ async def test_a_whole_answer(product: InMesh):
 
 
 async def test_a_stream_is_counted_until_its_last_byte(product: InMesh):
+    go_on = asyncio.Event()
     for mock in product.decodes:
-        mock.fail(Fault(delay_token=0.05, tokens=10))
+        mock.fail(Fault(hang=Point.MID_BODY, until=go_on, tokens=10))
     stream = await product.client.open(PATH, {**CHAT, "stream": True})
     await stream.until(b"data: ")
+    await soon(lambda: product.prefill.url not in product.load, "the prefill's load counts on")
     assert sum(product.load.values()) == 1
     assert not product.records.all
+    go_on.set()
     answer = await stream.whole()
     assert answer.events[-1] == "[DONE]"
     assert len(answer.events) > 10

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello " * 100}]}
-INTERVAL = 0.5  # what is older than a few of these counts no more, however busy the machine is
+INTERVAL = 1.0  # what is older than a few of these counts no more, however busy the machine is
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -29,11 +29,15 @@ async def running() -> AsyncIterator[Product]:
 async def test_an_engine_with_a_queue_is_spared(product: Product) -> None:
     """By ``/v1/loads``: a decode whose prefill takes its time has requests that wait."""
     product.prefill.fail(Fault(delay_first_token=60))
-    exchanges = [await product.client.open(PATH, CHAT) for _ in range(3)]
+    exchanges = []
+    for number in range(3):  # in turn, whatever the connections do
+        exchanges.append(await product.client.open(PATH, CHAT))
+        await soon(lambda count=number + 1: sum(len(mock.legs) for mock in product.decodes) == count, "no leg came")
     await soon(lambda: any(product.worker(mock).overloaded for mock in product.decodes), "nobody is overloaded")
     product.prefill.behave()
     exchanges.pop(1).close()  # the one of the other worker
     busy, spare = sorted(product.decodes, key=lambda mock: not product.worker(mock).overloaded)
+    await spare.idle()
     for _ in range(4):
         answer = await product.post(PATH, CHAT)
         assert (answer.status, answer.header("x-pd-decode")) == (200, spare.url)

@@ -19,7 +19,7 @@ from http_client import Client, CutError
 from processes import PATIENCE, free_port
 
 from extproc.dataplane.process import find_envoy
-from extproc.mock import Fault, SglangMock
+from extproc.mock import Fault, Point, SglangMock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -136,11 +136,13 @@ async def test_requests_are_served(pod: Pod, n):
 
 async def test_a_pod_that_is_to_end_finishes_its_requests(pod: Pod):
     """The kubelet ends the main container first; Envoy, which has the connections, after it."""
-    pod.decode.fail(Fault(delay_token=0.05, tokens=100))
+    go_on = asyncio.Event()
+    pod.decode.fail(Fault(hang=Point.MID_BODY, until=go_on))
     stream = await pod.client.open(PATH, {**CHAT, "stream": True})
     await stream.until(b"data: ")
     pod.sidecar.send_signal(signal.SIGTERM)
     await pod.until("readinessProbe", NOT_SERVING)
+    go_on.set()
     assert (await stream.whole()).events[-1] == "[DONE]"
     async with asyncio.timeout(PATIENCE):
         assert await pod.sidecar.wait() == 0

@@ -52,13 +52,15 @@ async def test_a_session_stays_with_its_pair_whatever_else_comes_and_who_goes() 
 
 
 async def test_a_session_with_many_requests_at_once_is_spread_and_holds_nothing_afterwards() -> None:
+    all_have_come = asyncio.Event()
     async with Product(prefills=1, decodes=3, routing_key_override=True) as product:
         for mock in product.decodes:
-            mock.fail(Fault(delay_head=1.0))
+            mock.fail(Fault(until=all_have_come))
         asking = [asyncio.create_task(ask(product, (KEY, "mine"))) for _ in range(6)]
         for mock in product.decodes:
             await mock.received(2)
         assert [len(mock.legs) for mock in product.decodes] == [2, 2, 2]
+        all_have_come.set()
         await asyncio.gather(*asking)
         for mock in product.decodes:
             mock.behave()

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Reply
-from product import PROMPT, Product, names_of
+from product import PROMPT, Product, names_of, soon
 
 from extproc.mock import Fault, Outcome, Point
 
@@ -39,7 +39,6 @@ RELAYED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL = DIRECT | RELAYED
 EARLY_HEAD = ["generate stream", "messages stream", "responses stream"]
-_SENT = 0.1  # seconds after which the other legs have surely come to their workers
 KINDS = pytest.mark.parametrize("kind", ALL)
 
 # The prefill does not reach its engine: no decode will ever get a KV cache.
@@ -125,11 +124,16 @@ async def test_a_decode_leg_without_a_name_is_left_by_its_connection(product: Pr
 
 @pytest.mark.parametrize("kind", ["samples", "samples stream"])
 async def test_one_samples_failure_ends_all(product: Product, kind):
-    product.prefill.fail(Fault(status=500, delay_head=_SENT), times=1)
+    both_have_come = asyncio.Event()
+    product.prefill.fail(Fault(status=500, until=both_have_come), times=1)
     product.prefill.fail(Fault(status=200, hang=Point.BEFORE_HEAD))
-    answer = await product.post(*ALL[kind])
+    exchange = await product.client.open(*ALL[kind])
+    await product.prefill.received(2)
+    both_have_come.set()
+    answer = await exchange.whole()
     assert (answer.status, answer.code) == (502, "prefill_failed")
-    assert answer.seconds < PROMPT
+    failed = min(leg.ended for leg in product.prefill.legs if leg.ended)
+    assert answer.ended - failed < PROMPT
     await _decodes_end(product, answer)
     assert len(product.prefill.legs) == 2
 
@@ -139,10 +143,12 @@ async def test_one_samples_failure_ends_all(product: Product, kind):
 
 @pytest.mark.parametrize("kind", EARLY_HEAD)
 async def test_a_stream_whose_head_is_out_is_cut(product: Product, http2: Http2Client, kind):
-    product.prefill.fail(Fault(status=500, delay_head=0.15))
+    head_is_out = asyncio.Event()
+    product.prefill.fail(Fault(status=500, until=head_is_out))
     stream = http2.post(*ALL[kind])
     await stream.head()
     assert stream.reply.status == 200
+    head_is_out.set()
     await stream.cut()
     heard = time.time()
     await _is_over(product)
@@ -152,8 +158,12 @@ async def test_a_stream_whose_head_is_out_is_cut(product: Product, http2: Http2C
 
 async def test_a_stream_that_flows_is_cut_when_the_prefill_breaks(product: Product, http2: Http2Client):
     _decode_slowly(product)
-    product.prefill.fail(Fault(delay_head=0.1, drop=Point.MID_BODY))  # after it handed the KV cache over
-    received = await http2.post(*ALL["chat stream"]).cut()
+    it_flows = asyncio.Event()
+    product.prefill.fail(Fault(until=it_flows, drop=Point.MID_BODY))  # after it handed the KV cache over
+    stream = http2.post(*ALL["chat stream"])
+    await stream.until(b"data: ")
+    it_flows.set()
+    received = await stream.cut()
     heard = time.time()
     assert received.startswith(b"data: ")
     assert b"[DONE]" not in received
@@ -167,16 +177,22 @@ async def test_a_stream_that_flows_is_cut_when_the_prefill_breaks(product: Produ
 async def test_an_http1_client_sees_its_connection_end(product: Product):
     """About a second later, for so long Envoy lets it take what was sent; the worker need not wait for that."""
     _decode_slowly(product)
-    product.prefill.fail(Fault(delay_head=0.1, drop=Point.MID_BODY))
+    it_flows = asyncio.Event()
+    product.prefill.fail(Fault(until=it_flows, drop=Point.MID_BODY))
     exchange = await product.client.open(*ALL["chat stream"])
+    await exchange.until(b"data: ")
+    it_flows.set()
     assert b"[DONE]" not in await exchange.cut()
     await _is_over(product)
 
 
 async def test_a_relayed_stream_that_flows_gets_an_error_event(product: Product):
     _decode_slowly(product)
-    product.prefill.fail(Fault(delay_head=0.1, status=500), times=1)
+    it_flows = asyncio.Event()
+    product.prefill.fail(Fault(until=it_flows, status=500), times=1)
     exchange = await product.client.open(*ALL["samples stream"])
+    await exchange.until(b"data: ")
+    it_flows.set()
     answer = await exchange.whole()
     assert answer.status == 200
     *told, error, done = answer.events
@@ -195,6 +211,7 @@ async def test_a_prefill_that_hangs_until_the_client_gives_up(product: Product, 
     product.prefill.fail(Fault(status=200, hang=Point.BEFORE_HEAD))
     exchange = await product.client.open(*ALL[kind])
     await product.prefill.received(1)
+    await soon(lambda: any(mock.legs for mock in product.decodes), "no decode leg has come")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):  # the client's deadline
             await exchange.whole()
@@ -207,7 +224,7 @@ async def test_a_prefill_that_hangs_until_the_client_gives_up(product: Product, 
 
 def _decode_slowly(product: Product) -> None:
     for mock in product.decodes:
-        mock.fail(Fault(delay_token=0.02, tokens=200))
+        mock.fail(Fault(delay_token=0.02, tokens=2000))
 
 
 async def _decodes_end(product: Product, answer: Reply) -> None:
@@ -215,7 +232,7 @@ async def _decodes_end(product: Product, answer: Reply) -> None:
     for mock in product.decodes:
         await mock.idle()
         for leg in mock.legs:
-            assert leg.ended - answer.started < PROMPT
+            assert leg.ended - answer.ended < PROMPT
 
 
 async def _is_over(product: Product) -> None:

@@ -16,7 +16,7 @@ from http_client import Reply
 from product import Product, soon
 from vllm_product import WAYS, VllmProduct, of_all, params
 
-from extproc.mock import Fault, Record, SglangMock
+from extproc.mock import Fault, Point, Record, SglangMock
 from extproc.workers.worker import Role, Status, Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,7 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
 PREFILL_RANKS, DECODE_RANKS = 3, 2
 WATCHFUL = {
     "health_check_interval_secs": 0.1,
-    "health_check_timeout_secs": 0.5,
+    "health_check_timeout_secs": 5,
     "health_failure_threshold": 2,
     "health_success_threshold": 1,
 }
@@ -195,7 +195,7 @@ async def test_a_prefill_server_that_dies_is_left_with_all_its_ranks() -> None:
 
 
 async def test_a_rank_that_hangs_is_out_alone_until_it_goes_on() -> None:
-    quick = {"worker_stall_secs": 0.1, "worker_wedge_secs": 0.4}
+    quick = {"worker_stall_secs": 0.5, "worker_wedge_secs": 3}
     async with Ranks(decodes=1, dp_aware=True, **WATCHFUL, **quick) as product:
         hung = next(worker for worker in product.service.registry if worker.name == f"{product.decode.url}@1")
         product.decode.engine.hang(1)
@@ -243,12 +243,14 @@ async def test_a_restart_that_nobody_noticed_shows_by_a_refusal_of_which_no_clie
 async def test_the_last_requests_of_a_rank_that_is_gone_end_in_peace() -> None:
     async with Ranks(decodes=1, dp_aware=True) as product:
         registry = product.service.registry
-        product.decode.fail(Fault(delay_token=0.02, tokens=60))
+        go_on = asyncio.Event()
+        product.decode.fail(Fault(hang=Point.MID_BODY, until=go_on))
         exchanges = [await product.client.open(CHAT, {**BODY, "max_tokens": 60, "stream": True}) for _ in range(2)]
         for exchange in exchanges:
             await exchange.piece()
         registry._set_ranks(product.worker(product.decode), 1)  # as its next word about itself would
         assert [worker.load for worker in registry if worker.role is Role.DECODE] == [1, 1]
+        go_on.set()
         assert [(await exchange.whole()).events[-1] for exchange in exchanges] == ["[DONE]", "[DONE]"]
         await product.fleet(lambda workers: sum(worker.role is Role.DECODE for worker in workers) == 1)
         await product.settled()
@@ -414,7 +416,8 @@ async def test_vllm_a_mooncake_prefill_that_restarts_is_found_by_every_rank_of_a
         former.crash()
         await product.fleet(lambda _: not product.worker(former).usable)
         mock = await product.restart(former)
-        await entries(product, mock, RANKS)
+        found = await entries(product, mock, RANKS)
+        await soon(lambda: all(worker.kv_engines for worker in found), "a rank has no engine id")
         for _ in range(18):
             answer = await ask(product)
             assert answer.header("x-pd-kv") == "handed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -75,7 +76,9 @@ async def test_another_attempt_behind_a_comment(product: RpcProduct) -> None:
     assert record.attempts == 2
 
 
-async def test_an_error_before_a_comment_has_a_status_and_behind_it_is_an_event(product: RpcProduct) -> None:
+async def test_an_error_before_a_comment_has_a_status_and_behind_it_is_an_event(
+    product: RpcProduct, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = asyncio.Event()
 
     async def fails_late(leg: Leg) -> None:
@@ -85,7 +88,9 @@ async def test_an_error_before_a_comment_has_a_status_and_behind_it_is_an_event(
     product.prefill.behave = fails(grpc.StatusCode.INVALID_ARGUMENT, "too odd")
     for mock in product.decodes:
         mock.behave = never
-    assert (await product.post(PATH, STREAM)).status == 400
+    with monkeypatch.context() as patch:
+        patch.setattr(product.gateway, "config", replace(product.gateway.config, keep_alive=60))
+        assert (await product.post(PATH, STREAM)).status == 400
     product.prefill.behave = fails_late
     exchange = await product.client.open(PATH, STREAM)
     await exchange.until(COMMENT)

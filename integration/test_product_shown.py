@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -103,10 +104,13 @@ async def test_a_prefill_that_fails_is_told_with_a_status(product: Product) -> N
 
 async def test_a_stream_is_cut_when_its_prefill_breaks(product: Product, http2: Http2Client) -> None:
     for mock in product.decodes:
-        mock.fail(Fault(delay_token=0.02, tokens=200))
-    product.prefill.fail(Fault(delay_head=0.1, drop=Point.MID_BODY))
-    received = await http2.post(PATH, {**CHAT, "stream": True}).cut()
-    assert b"[DONE]" not in received
+        mock.fail(Fault(delay_token=0.02, tokens=2000))
+    it_flows = asyncio.Event()
+    product.prefill.fail(Fault(until=it_flows, drop=Point.MID_BODY))
+    stream = http2.post(PATH, {**CHAT, "stream": True})
+    await stream.until(b"data: ")
+    it_flows.set()
+    assert b"[DONE]" not in await stream.cut()
 
 
 async def test_a_client_that_leaves(product: Product) -> None:

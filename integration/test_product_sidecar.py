@@ -21,7 +21,7 @@ from processes import PATIENCE, free_port, is_alive
 from extproc.dataplane.process import EnvoyProcess
 from extproc.dataplane.status import STATUS_PATHS
 from extproc.envoy_config import dataplane_config
-from extproc.mock import Fault, SglangMock
+from extproc.mock import Fault, Point, SglangMock
 from extproc.settings import Settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -195,12 +195,14 @@ async def test_a_killed_sidecar_is_a_503_in_json_until_it_returns(apart: Apart):
 
 
 async def test_a_sidecar_that_stops_in_order_lets_requests_finish(apart: Apart):
-    apart.decode.fail(Fault(delay_token=0.05, tokens=80))
+    go_on = asyncio.Event()
+    apart.decode.fail(Fault(hang=Point.MID_BODY, until=go_on), times=1)
     stream = await apart.client.open(PATH, {**CHAT, "stream": True})
     await stream.until(b"data: ")
     stopping = asyncio.create_task(apart.stop_sidecar())
     await _until_refused(apart)
     assert not stopping.done()
+    go_on.set()
     assert (await stream.whole()).events[-1] == "[DONE]"
     assert await stopping == 0
     apart.decode.behave()

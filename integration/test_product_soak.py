@@ -21,7 +21,7 @@ from http2_client import Http2Client
 from product import soon
 from soak_clients import Book, Seen, Visitor, crowd
 from soak_fleet import Absence, SoakedProduct, Turnover, Why
-from soak_footprint import Footprint, at_rest, exchanges
+from soak_footprint import Footprint, at_rest, exchanges, gauge
 from soak_lines import Http1Line, Http2Line
 from soak_requests import End, Kind, Visit, visit
 
@@ -55,7 +55,7 @@ async def test_soak(transport: str, storms: int, requests: int, caplog: pytest.L
             sizes = [getattr(footprint, name) for footprint in footprints]
             print(f"{name}: {sizes} MiB")
             assert sizes[-1] - sizes[-2] < MEMORY_MIB or storms == 1, f"{name} grows: {sizes} MiB"
-        assert await product.envoy.admin.gauge("server.envoy_bug_failures") == 0
+        assert await gauge(product, "server.envoy_bug_failures") == 0
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
@@ -123,6 +123,8 @@ def check(book: Book, product: SoakedProduct, absences: list[Absence]) -> None:
     records = product.records.all
     by_id = {record.request_id: record for record in records}
     assert len(by_id) == len(records), "a request was recorded twice"
+    for absence in absences:
+        absence.settle()
     odd = [seen for seen in book.odd if not explained(seen, by_id.get(seen.request_id), absences)]
     assert not odd, f"{len(odd)} ends are unexplained:\n" + "\n".join(
         [*map(str, odd[:10]), "workers meanwhile:", product.happened(odd[0].began, odd[-1].ended)]

@@ -22,7 +22,7 @@ from extproc.dataplane.process import find_envoy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_READY_SECONDS = 20
+_READY_SECONDS = 60
 _HCM = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 _ROUTER = {
     "name": "router",

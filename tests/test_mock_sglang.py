@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +14,7 @@ import pytest
 
 from extproc.mock import Fault, Outcome, SglangMock
 from extproc.mock.sglang.engine import FAKE_HOST, LARGEST_ROOM, Layout
-from extproc.mock.sglang.rendezvous import TransferError
+from extproc.mock.sglang.rendezvous import Prefills, TransferError
 from tests.mock_client import Answer, Call, ask, dialling
 
 CHAT = "/v1/chat/completions"
@@ -817,3 +818,18 @@ async def test_answers_look_like_uvicorn(pair: Pair) -> None:
     assert stream.events[0]["choices"][0]["delta"] == {"reasoning_content": None, "role": "assistant", "content": ""}
     assert stream.body.endswith(b"data: [DONE]\n\n")
     assert json.loads(stream.chunks[0].removeprefix(b"data: ").split(b"\n")[0])["object"] == "chat.completion.chunk"
+
+
+async def test_a_prefill_that_nobody_waits_for_any_more_may_be_out_of_reach() -> None:
+    loop, unheard = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: unheard.append(context))
+    prefills = Prefills("1 auto", death_delay=1, connect_patience=0.05)
+    asking = asyncio.create_task(prefills.peer(("127.0.0.1", 1)))
+    await asyncio.sleep(0)
+    tasks = {asking, *prefills._peers.values()}
+    asking.cancel()
+    del asking
+    await asyncio.wait(tasks)
+    tasks.clear()
+    gc.collect()
+    assert unheard == []

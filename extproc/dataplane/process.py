@@ -116,7 +116,7 @@ class EnvoyProcess:
             raise RuntimeError("Envoy has not been started")
         return self._process
 
-    async def start(self, timeout: float = 20.0) -> None:  # noqa: ASYNC109  # part of the meaning
+    async def start(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109  # part of the meaning
         """Start Envoy and wait until it serves.
 
         Raises EnvoyNotFoundError, or EnvoyStartError when a port is taken, the configuration is refused, or ``timeout``

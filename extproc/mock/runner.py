@@ -48,6 +48,11 @@ class Runner(Generic[AnySequence]):
         """The same, and wait for it."""
         await cancel(self._unheard)
 
+    def _forget(self, work: asyncio.Future[Any]) -> None:
+        self._unheard.discard(work)
+        if not work.cancelled():
+            work.exception()  # of which nobody is left to hear
+
     async def run(self, exchange: Exchange, api: Api[AnySequence]) -> None:
         """Answer a request; raises CrashError where the engine's process ends."""
         if (objection := api.objection()) is not None:
@@ -157,7 +162,7 @@ class Runner(Generic[AnySequence]):
         except asyncio.CancelledError:
             batch.unheard = True
             self._unheard.add(future)
-            future.add_done_callback(self._unheard.discard)
+            future.add_done_callback(self._forget)
             future.add_done_callback(lambda _: self._engine.release(batch))
             asyncio.get_running_loop().call_later(self._disconnect_delay, future.cancel)
             raise

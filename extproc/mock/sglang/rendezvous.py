@@ -279,6 +279,7 @@ class Prefills:
         task = self._peers.get(address)
         if task is None:
             task = self._peers[address] = asyncio.get_running_loop().create_task(self._connect(address))
+            task.add_done_callback(_heard)  # those who wait for it may have left
         return task.result() if task.done() else await asyncio.shield(task)
 
     def lost(self, address: tuple[str, int], peer: PrefillPeer) -> None:
@@ -318,6 +319,11 @@ class Prefills:
                 await asyncio.sleep(self._connect_patience / 15)
             else:
                 return peer
+
+
+def _heard(task: asyncio.Task[PrefillPeer]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _fail_all(address: str, waiting: dict[int, Future[None]]) -> None:
