@@ -12,6 +12,7 @@ import pytest
 
 from extproc.mock import Fault, Outcome, Point, Rule, SglangMock
 from extproc.mock.connection import Connection
+from extproc.mock.faults import FaultError
 from tests.mock_client import Answer, Call, ask, dialling
 
 CHAT = "/v1/chat/completions"
@@ -359,6 +360,47 @@ async def test_delays(mock: SglangMock) -> None:
     assert stream.ended is not None
     assert stream.first_byte - stream.received > 0.045
     assert stream.ended - stream.first_byte > 0.05
+
+
+async def test_a_head_that_is_held_until_it_is_let_go(mock: SglangMock) -> None:
+    go_on = asyncio.Event()
+    asking = asyncio.create_task(_faulty(mock, Fault(status=503, until=go_on)))
+    (leg,) = await mock.received(1)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert leg.head_sent is None
+    go_on.set()
+    answer = await asking
+    assert answer is not None
+    assert answer.status == 503
+
+
+async def test_a_stream_that_is_let_go_chunk_by_chunk(mock: SglangMock, dial: Dial) -> None:
+    passes = asyncio.Semaphore(0)
+
+    class OneByOne:
+        async def wait(self) -> None:
+            await passes.acquire()
+
+    mock.fail(Fault(hang=Point.MID_BODY, after_chunks=0, until=OneByOne(), tokens=9))
+    call = await dial(mock)
+    call.send("POST", CHAT, {**BODY, "stream": True})
+    await call.head()
+    (leg,) = mock.legs
+    assert leg.first_byte is None
+    for _ in range(3):
+        passes.release()
+        assert await call.reader.readuntil(b"\n\n\r\n")
+        assert leg.ended is None
+    for _ in range(9):
+        passes.release()
+    await mock.idle()
+    assert leg.outcome is Outcome.COMPLETED
+
+
+async def test_what_is_waited_for_cannot_be_said_in_json() -> None:
+    with pytest.raises(FaultError, match="unknown fields: until"):
+        Fault.parse({"until": 1})
 
 
 async def test_garbage_and_early_head(mock: SglangMock) -> None:

@@ -104,7 +104,7 @@ class Exchange:
         """Send a piece of the stream; waits while the peer reads too slowly."""
         fault = self.fault
         if fault is not None:
-            if self._chunks == fault.after_chunks:
+            if self._chunks == fault.after_chunks or (self._chunks > fault.after_chunks and fault.until is not None):
                 await self._cut(fault, Point.MID_BODY)
             if fault.garbage:
                 data = b"\x00\xff{" + data[::-1]
@@ -162,11 +162,13 @@ class Exchange:
     async def _before_head(self, fault: Fault) -> None:
         if fault.delay_head:
             await asyncio.sleep(fault.delay_head)
+        if fault.until is not None and fault.hang is None:
+            await fault.until.wait()
         await self._cut(fault, Point.BEFORE_HEAD)
 
     async def _cut(self, fault: Fault, point: Point) -> None:
         if fault.hang is point:
-            await self._connection.hang()
+            await (self._connection.hang() if fault.until is None else fault.until.wait())
         if fault.drop is point:
             await self._connection.flushed()  # a reset throws away what is still in the buffer
             self._connection.reset()

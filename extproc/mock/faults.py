@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -20,6 +20,13 @@ class Point(Enum):
     BEFORE_HEAD = "before_head"
     AFTER_HEAD = "after_head"
     MID_BODY = "mid_body"  # after ``after_chunks`` chunks, or in the middle of an answer sent in one piece
+
+
+class Gate(Protocol):
+    """What is waited for until it lets pass: an ``asyncio.Event``, or something that lets pass one by one."""
+
+    async def wait(self) -> object:
+        """Return when it is time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,12 @@ class Fault:
     after_chunks: int = 1  # how much of a stream passes before MID_BODY
     early_head: bool = False  # status 200 and the stream's headers go out before anything is known
     upload_rate: float | None = None  # the request's body is read at this many bytes a second
+    until: Gate | None = None  # ends the ``hang``, before every chunk from there on; without one, holds the head
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the answer's head comes later than the engine has it."""
+        return self.delay_head > 0 or (self.until is not None and self.hang is None)
 
     @classmethod
     def parse(cls, data: object) -> Fault:
@@ -50,7 +63,7 @@ class Fault:
         headers = dict(values.pop("headers", None) or {})
         if "retry_after" in values:
             headers["retry-after"] = values.pop("retry_after")
-        known = {entry.name for entry in fields(cls)}
+        known = {entry.name for entry in fields(cls)} - {"until"}  # which only a program's own mock can be given
         if unknown := set(values) - known:
             raise FaultError(f"unknown fields: {', '.join(sorted(unknown))}")
         try:

@@ -120,7 +120,7 @@ class Runner(Generic[AnySequence]):
         pace = paced(self.pace, exchange.fault)
         steps = self._engine.run(batch.sequences[0], pace) if batch.single else merged(self._engine, batch, pace)
         if api.prompt_head:
-            if exchange.fault is not None and exchange.fault.delay_head:
+            if exchange.fault is not None and exchange.fault.holds_head:
                 steps = await _late_head(exchange, api, steps)
             await exchange.start(headers=api.stream_headers)
             if opening := api.opening():

@@ -241,7 +241,7 @@ class _Call:
                 if Point.AFTER_HEAD in (fault.drop, fault.hang):
                     await self._head()
                     await self._point(fault, Point.AFTER_HEAD)
-            if self.sent == fault.after_chunks:
+            if self.sent == fault.after_chunks or (self.sent > fault.after_chunks and fault.until is not None):
                 await self._point(fault, Point.MID_BODY)
             if fault.garbage:
                 data = b"\xff\x00{" + data[::-1]
@@ -269,10 +269,14 @@ class _Call:
     async def _before_head(self, fault: Fault) -> None:
         if fault.delay_head:
             await asyncio.sleep(fault.delay_head)
+        if fault.until is not None and fault.hang is None:
+            await fault.until.wait()
         await self._point(fault, Point.BEFORE_HEAD)
 
     async def _point(self, fault: Fault, point: Point) -> None:
-        if point in (fault.hang, fault.drop):
+        if fault.hang is point and fault.until is not None:
+            await fault.until.wait()
+        elif point in (fault.hang, fault.drop):
             self.cut = True
             if fault.drop is point:
                 await asyncio.sleep(_LEAVING)
