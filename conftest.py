@@ -14,6 +14,10 @@ settings.load_profile("patient")
 # A shell that starts something in the background has it ignore SIGINT, and whatever it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# So does nohup with SIGHUP. What tests start is to heed it: a handler of ours is not passed on, unlike its absence.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+
 
 def _end_in_order(_number: int, _frame: FrameType | None) -> None:
     """As Ctrl-C does it: fixtures put back what they have changed. Said twice (timeout and make do), it counts once."""

@@ -10,7 +10,7 @@ import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Client
 from product import soon
-from vllm_product import HANDING, WAYS, VllmProduct, of_all, once, params
+from vllm_product import HANDING, WAYS, Together, VllmProduct, of_all, once, params
 from vllm_requests import FEW, KIND, KINDS, LOOSE, answer_of, each_with, parts_of
 
 from extproc.mock import Fault, Outcome, Point
@@ -44,7 +44,7 @@ async def aggregated() -> AsyncIterator[Client]:
 def one_fails(product: VllmProduct, kind: str, fault: Fault) -> None:
     """Let a decode leg fail when its siblings have come, which have not begun to answer; each would free its cache."""
     siblings = parts_of(kind) - 1
-    once(product.decodes, replace(fault, delay_head=0.1 if siblings else 0))
+    once(product.decodes, replace(fault, until=Together(product.decodes, parts_of(kind))))
     once(product.decodes, Fault(delay_head=60), times=siblings)
 
 

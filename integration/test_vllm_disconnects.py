@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from http_client import Exchange
 from product import PROMPT, soon
-from vllm_product import HANDING, WAYS, VllmProduct, kept, of_all, once
+from vllm_product import HANDING, WAYS, Together, VllmProduct, kept, of_all, once
 from vllm_requests import FEW, KIND, KINDS, parts_of
 
 from extproc.exchange.clock import TAKEN_SECONDS
@@ -44,7 +44,8 @@ async def test_while_the_prefill_works(product: VllmProduct, kind, leave):
     prefill = await product.busy(product.prefills)
     await prefill.received(parts_of(kind))
     if not product.way.in_turn:
-        await soon(lambda: len(of_all(product.decodes)) == parts_of(kind), "a decode leg never came")
+        decode = await product.busy(product.decodes)
+        await decode.received(parts_of(kind))  # what its engine has been told of, it frees
     left = leave(exchange)
     await product.settled()
     if product.way.in_turn:
@@ -117,8 +118,9 @@ async def test_in_a_stream_that_flows(product: VllmProduct, kind, leave):
 @LEAVES
 @FEW
 async def test_in_a_pause_between_two_attempts(product: VllmProduct, kind, leave):
-    once(product.prefills, Fault(status=503, headers=(("retry-after", "20"),)))
-    once(product.prefills, Fault(delay_first_token=0.3), times=2)  # its siblings: what ends as it is cancelled stays
+    together = Together(product.prefills, parts_of(kind))
+    once(product.prefills, Fault(status=503, headers=(("retry-after", "20"),), until=together))
+    once(product.prefills, product.outlasting, times=parts_of(kind) - 1)
     exchange = await product.client.open(*KINDS[kind])
     prefill = await product.busy(product.prefills)
     await prefill.idle()
@@ -136,9 +138,7 @@ async def test_in_a_pause_between_two_attempts(product: VllmProduct, kind, leave
 async def test_during_a_late_answer(product: VllmProduct, kind, leave):
     """The second attempt after the decode leg was released is answered over a second call."""
     parts = parts_of(kind)
-    busy = Fault(
-        status=503, headers=(("retry-after", "0"),), delay_head=0.1 if parts > 1 else 0
-    )  # its siblings have come
+    busy = Fault(status=503, headers=(("retry-after", "0"),), until=Together(product.decodes, parts))
     once(product.decodes, busy)
     once(product.decodes, Fault(delay_head=60), times=2 * parts - 1)
     exchange = await product.client.open(*KINDS[kind])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from product import PROMPT
-from vllm_product import WAYS, VllmProduct, of_all, once
+from vllm_product import WAYS, Together, VllmProduct, of_all, once
 from vllm_requests import CHAT, COMPLETION, OTHER, TEXT, names
 
 from extproc.mock import Fault, Point
@@ -14,7 +16,6 @@ STREAM = ("/v1/chat/completions", {**CHAT, "stream": True})
 LIST = ("/v1/completions", {**COMPLETION, "prompt": [TEXT, OTHER]})
 LOGPROBS = ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1})
 KINDS = {"chat": CHATS, "chat stream": STREAM, "list": LIST, "logprobs": LOGPROBS}
-FAILS = Fault(status=500, delay_head=0.05)
 WAY = pytest.mark.parametrize("way", ["nixl", "mooncake", "mooncake in turn"])
 FAILURES = {
     "500": (Fault(status=500), 502, "prefill_failed"),
@@ -33,8 +34,9 @@ async def test_a_failure_is_told_at_once(way, prefills, settings):
     async with VllmProduct(prefills, 2, way=WAYS[way], **settings) as product:
         for kind in KINDS.values():
             for fault, status, code in FAILURES.values():
-                once(product.prefills, fault, times=1)
-                once(product.prefills, Fault(delay_first_token=2 * PROMPT), times=1 if kind is LIST else 0)
+                siblings = 1 if kind is LIST else 0
+                once(product.prefills, replace(fault, until=Together(product.prefills, 1 + siblings)), times=1)
+                once(product.prefills, Fault(delay_first_token=2 * PROMPT), times=siblings)
                 answer = await product.post(*kind)
                 assert (answer.status, answer.code) == (status, code)
                 assert answer.header("x-pd-attempts") is None
@@ -47,8 +49,9 @@ async def test_a_failure_is_told_at_once(way, prefills, settings):
 async def test_the_decode_may_do_without_the_prefill():
     async with VllmProduct(2, 1, on_prefill_failure="decode-only") as product:
         for kind in KINDS.values():
-            once(product.prefills, FAILS)
-            once(product.prefills, Fault(delay_first_token=0.2), times=1 if kind is LIST else 0)
+            siblings = 1 if kind is LIST else 0
+            once(product.prefills, Fault(status=500, until=Together(product.prefills, 1 + siblings)))
+            once(product.prefills, product.outlasting, times=siblings)
             answer = await product.post(*kind)
             assert answer.status == 200, answer.body
             assert names(answer)[1] == "recomputed"

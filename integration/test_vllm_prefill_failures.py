@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 from http_client import Client, Reply
 from product import PROMPT
-from vllm_product import HANDING, WAYS, VllmProduct, of_all, once, params
+from vllm_product import HANDING, WAYS, Together, VllmProduct, of_all, once, params
 from vllm_requests import FEW, KIND, KINDS, LOOSE, answer_of, each_with, parts_of
 
 from extproc.mock import Fault, Outcome, Point
@@ -66,9 +67,8 @@ async def see_second(product: VllmProduct, aggregated: Client, kind: str, answer
 
 @each_with("failure", TRANSIENT, main="503")
 async def test_another_pair_answers(product: VllmProduct, aggregated: Client, kind, failure):
-    once(product.prefills, TRANSIENT[failure])
-    # A prefill that has just finished when its leg is cancelled keeps its blocks for the lease; nobody can help it.
-    once(product.prefills, Fault(delay_first_token=0.2), times=parts_of(kind) - 1)
+    once(product.prefills, replace(TRANSIENT[failure], until=Together(product.prefills, parts_of(kind))))
+    once(product.prefills, product.outlasting, times=parts_of(kind) - 1)
     answer = await product.post(*KINDS[kind])
     await see_second(product, aggregated, kind, answer)
     first, second = (of_all([mock]) for mock in product.prefills)
@@ -82,12 +82,12 @@ async def test_another_pair_answers_where_the_first_refuses(product: VllmProduct
     refusing, serving = product.prefills
     await refusing.refuse()
     tried = set()
-    for _ in range(2):  # one of the two is for the one that refuses
+    for _ in range(2):  # one of the two at least is for the one that refuses: both are, if the fleet changes meanwhile
         answer = await product.post(*KINDS[kind])
         assert (answer.status, answer.header("x-pd-prefill")) == (200, serving.url)
         assert answer_of(answer, LOOSE) == answer_of(await aggregated.post(*KINDS[kind]), LOOSE)
         tried.add(answer.header("x-pd-attempts"))
-    assert tried == {None, "2"}
+    assert "2" in tried <= {None, "2"}
 
 
 @KIND
@@ -155,8 +155,9 @@ async def test_all_prefills_fail(product: VllmProduct, kind):
 
 @FEW
 async def test_a_wait_that_a_worker_asks_for_is_waited(product: VllmProduct, aggregated: Client, kind):
-    once(product.prefills, Fault(status=429, headers=(("retry-after", "1"),)))
-    once(product.prefills, Fault(delay_first_token=0.2), times=parts_of(kind) - 1)
+    together = Together(product.prefills, parts_of(kind))
+    once(product.prefills, Fault(status=429, headers=(("retry-after", "1"),), until=together))
+    once(product.prefills, product.outlasting, times=parts_of(kind) - 1)
     answer = await product.post(*KINDS[kind])
     assert answer.seconds >= 1
     await see_second(product, aggregated, kind, answer)
@@ -164,8 +165,9 @@ async def test_a_wait_that_a_worker_asks_for_is_waited(product: VllmProduct, agg
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "list"])
 async def test_a_wait_that_is_too_long_is_the_clients(product: VllmProduct, kind):
-    once(product.prefills, Fault(status=429, body=REJECTED, headers=(("retry-after", "31"),)))
-    once(product.prefills, Fault(delay_first_token=0.2), times=parts_of(kind) - 1)
+    long = Fault(status=429, body=REJECTED, headers=(("retry-after", "31"),))
+    once(product.prefills, replace(long, until=Together(product.prefills, parts_of(kind))))
+    once(product.prefills, product.outlasting, times=parts_of(kind) - 1)
     answer = await product.post(*KINDS[kind])
     assert (answer.status, answer.code, answer.header("retry-after")) == (429, "prefill_rejected", "31")
     assert answer.body.decode() == REJECTED

@@ -55,10 +55,10 @@ class MockProcess:
         assert (await self.client.post("/_mock/faults", {"path": path, "delay_first_token": 600})).status == 200
         since = time.time()
         async with asyncio.timeout(START):
-            while not any(
-                leg["target"] == path and leg["outcome"] == "live" and since < leg["arrived"] and leg["received"]
-                for leg in await self.requests()
-            ):
+            while True:
+                live = [leg for leg in await self.requests() if leg["target"] == path and leg["outcome"] == "live"]
+                if any(leg["received"] and since < leg["arrived"] for leg in live):
+                    return
                 await asyncio.sleep(0.01)
 
     async def idle(self) -> None:

@@ -71,6 +71,15 @@ class VllmProduct(Product):
         return self.prefills[0]
 
     @property
+    def outlasting(self) -> Fault:
+        """A prefill leg that is under way when a sibling has failed.
+
+        It is cancelled. One that is just done then keeps its blocks for the lease, and nobody can help it. Where both
+        legs go out at once it is let finish.
+        """
+        return Fault(delay_first_token=60 if self.way.in_turn else 0.2)
+
+    @property
     def decode(self) -> VllmMock:
         """The (first) decode worker."""
         return self.decodes[0]
@@ -104,10 +113,13 @@ class VllmProduct(Product):
 
     async def busy(self, mocks: Sequence[VllmMock]) -> VllmMock:
         """Wait until one of these workers has got a leg; that one."""
-        await asyncio.wait(waits := [asyncio.create_task(mock.arrived()) for mock in mocks], return_when=FIRST)
+        waits = [asyncio.create_task(mock.arrived()) for mock in mocks]
+        done, _ = await asyncio.wait(waits, return_when=FIRST)
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+        for wait in done:
+            wait.result()  # or it has waited in vain
         return next(mock for mock in mocks if mock.legs)
 
     async def acquaint(self) -> None:
@@ -141,6 +153,21 @@ class VllmProduct(Product):
             await soon(lambda mock=mock: not kept(mock), f"{mock.role} keeps blocks of {mock.pins}")
             await soon(lambda mock=mock: not kept(mock) and not mock.engine.blocks.usage, f"{mock.role} keeps blocks")
             await soon(lambda mock=mock: not mock.asked_for, f"{mock.role} is asked in vain for {mock.asked_for}")
+
+
+class Together:
+    """Holds a fault (``until``) until one of the workers has so many legs under way: a list's, which are on one."""
+
+    def __init__(self, mocks: Sequence[VllmMock], legs: int) -> None:
+        self._mocks = mocks
+        self._legs = legs
+
+    async def wait(self) -> None:
+        """See extproc.mock.faults.Gate."""
+        await soon(self._are_there, "a leg does not come")
+
+    def _are_there(self) -> bool:
+        return any(sum(bool(leg.received) for leg in mock.live) >= self._legs for mock in self._mocks)
 
 
 def kept(mock: VllmMock) -> Sequence[str]:

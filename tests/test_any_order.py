@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+from collector import no_collector
 from fakes import LateCall, Rig, mooncake, mutated, nixl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -191,14 +192,9 @@ class World:
 
 
 @pytest.fixture
-def no_collector():
-    """What is over has to go without its help. What other tests keep is not looked at."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
+def uncollected():
+    with no_collector():
+        yield
 
 
 def in_memory():
@@ -207,7 +203,7 @@ def in_memory():
     return [each for each in gc.get_objects() if isinstance(each, kinds)]
 
 
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("uncollected")
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )

@@ -4,6 +4,7 @@ import gc
 import json
 
 import pytest
+from collector import no_collector
 from fakes import Rig, mutated, worker
 
 from extproc.errors import GatewayError
@@ -392,16 +393,12 @@ def test_an_unknown_model_is_404_and_no_worker_503(rig):
 def test_what_is_refused_goes_from_memory_without_the_collectors_help(rig, body):
     for each in rig.workers:
         each.endpoint = None if body is CHAT else each.endpoint
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         client = rig.post(PATH, body)
         assert rejection(client)[0] >= 400
         client.close()
         del client
         assert [each for each in gc.get_objects() if isinstance(each, Session)] == []
-    finally:
-        gc.enable()
 
 
 def test_too_large_a_body_is_refused_when_announced_and_when_it_comes():

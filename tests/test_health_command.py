@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import silent_port
 
 from extproc import run_dir
 from extproc.cli import main
@@ -85,10 +86,9 @@ def test_anything_else_is_asked_by_its_url(listener: socket.socket, path: str, a
 def test_nobody_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "--run-dir", str(tmp_path)]) == 1
     assert "no gateway serves" in capsys.readouterr().err
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = address(gone)
-    assert main(["health", "--run-dir", str(serving(tmp_path, port))]) == 1
-    assert f"{port} does not answer" in capsys.readouterr().err
+    with silent_port() as port:
+        assert main(["health", "--run-dir", str(serving(tmp_path, f"127.0.0.1:{port}"))]) == 1
+    assert f"127.0.0.1:{port} does not answer" in capsys.readouterr().err
     (tmp_path / "control.sock").touch()
     assert main(["health", "--run-dir", str(serving(tmp_path, f"unix:{tmp_path}/control.sock"))]) == 1
 

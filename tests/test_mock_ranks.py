@@ -16,6 +16,7 @@ import pytest
 from fleet import eventually
 
 from extproc.mock import SglangMock, VllmMock
+from extproc.mock.sglang.engine import Patience
 from extproc.mock.vllm.worker import MOONCAKE
 from extproc.workers.load_metrics import of_metrics
 from tests.mock_client import Answer, ask
@@ -45,7 +46,7 @@ def served(mock: SglangMock | VllmMock) -> list[int | None]:
 class TestSglang:
     @asynccontextmanager
     async def pair(self, **prefills: Any) -> AsyncIterator[Any]:
-        common = {"version": prefills.get("version", "0.5.23"), "wait_timeout": 0.3}
+        common = {"version": prefills.get("version", "0.5.23")}
         async with (
             SglangMock("prefill", dp_size=4, **{**common, **prefills}) as prefill,
             SglangMock("decode", dp_size=3, **common) as decode,
@@ -53,8 +54,18 @@ class TestSglang:
             yield prefill, decode
 
     async def both(self, pair: Any, room: int, first: Any, second: Any, path: str = CHAT) -> tuple[Answer, Answer]:
-        """Both legs' answers; ``first`` and ``second`` are their fields."""
+        """Both legs' answers; ``first`` and ``second`` are their fields. They meet."""
+        return await self.legs(pair, room, first, second, path, Patience())
+
+    async def apart(self, pair: Any, room: int, first: Any, second: Any) -> tuple[Answer, Answer]:
+        """The same of legs that do not."""
+        return await self.legs(pair, room, first, second, CHAT, Patience(wait=0.3))
+
+    async def legs(
+        self, pair: Any, room: int, first: Any, second: Any, path: str, patience: Patience
+    ) -> tuple[Answer, Answer]:
         prefill, decode = pair
+        prefill.engine._patience = decode.engine._patience = patience
         place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
         body = {**SGLANG[path], **place}
         return await asyncio.gather(ask(prefill, path, body | first), ask(decode, path, body | second))
@@ -92,13 +103,13 @@ class TestSglang:
             answers = await self.both(pair, 4, {}, {})
             assert [answer.status for answer in answers] == [200, 200]
             for told in ({}, {"routed_dp_rank": 1}):
-                first, second = await self.both(pair, 5, told, {"disagg_prefill_dp_rank": 1})
+                first, second = await self.apart(pair, 5, told, {"disagg_prefill_dp_rank": 1})
                 assert (first.status, second.status) == (500, 500)
                 assert "follow_bootstrap_room conflict: dispatched to dp_rank 0" in first.body.decode()
 
     async def test_a_prefill_told_its_rank_only_fails_in_a_room_of_another(self) -> None:
         async with self.pair(dp_attention=True) as pair:
-            first, second = await self.both(pair, 4, {"routed_dp_rank": 2}, {"disagg_prefill_dp_rank": 2})
+            first, second = await self.apart(pair, 4, {"routed_dp_rank": 2}, {"disagg_prefill_dp_rank": 2})
             assert first.status == 500
             assert "follow_bootstrap_room conflict" in first.body.decode()
             assert second.status == 500  # after its time
@@ -109,7 +120,7 @@ class TestSglang:
     async def test_a_cache_on_another_rank_is_not_found(self, told: dict[str, int]) -> None:
         async with self.pair() as pair:
             first = {"routed_dp_rank": 2, "disagg_prefill_dp_rank": 2}
-            answers = await self.both(pair, 5, first, told)
+            answers = await self.apart(pair, 5, first, told)
             assert [answer.status for answer in answers] == [500, 500]
             assert "timed out" in answers[1].body.decode()
 
@@ -120,7 +131,7 @@ class TestSglang:
             answers = await self.both(pair, 5, {"data_parallel_rank": 2}, {"data_parallel_rank": 2})
             assert [answer.status for answer in answers] == [200, 200]
             assert (served(pair[0]), served(pair[1])[1]) == ([2, 2], 2)
-            answers = await self.both(pair, 6, {"data_parallel_rank": 2}, {"data_parallel_rank": 1})
+            answers = await self.apart(pair, 6, {"data_parallel_rank": 2}, {"data_parallel_rank": 1})
             assert [answer.status for answer in answers] == [500, 500]
             answers = await self.both(pair, 5, {"routed_dp_rank": 2}, {"disagg_prefill_dp_rank": 0})  # not read
             assert [answer.status for answer in answers] == [200, 200]

@@ -18,6 +18,7 @@ from extproc.mock.observed import PATIENCE
 from extproc.mock.rpc import model
 from extproc.mock.sglang.engine import Layout, Patience
 from tests.fleet import eventually
+from tests.ports import silent_port
 from tests.rpc_asks import Answer, abort, ask, channel, dial, to_rooms
 
 BAD, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
@@ -182,8 +183,9 @@ class TestStrict:
         asking.cancel()
         await asyncio.wait([asking])
 
-    async def test_nobody_at_the_bootstrap_port(self, pair: Pair, unused_tcp_port: int) -> None:
-        answer = await ask(pair.decode, pair.leg(port=unused_tcp_port))
+    async def test_nobody_at_the_bootstrap_port(self, pair: Pair) -> None:
+        with silent_port() as port:
+            answer = await ask(pair.decode, pair.leg(port=port))
         assert answer.code is INTERNAL
         assert "Decode handshake failed" in answer.details
 

@@ -16,6 +16,7 @@ from extproc.mock import Fault, Outcome, SglangMock
 from extproc.mock.sglang.engine import FAKE_HOST, LARGEST_ROOM, Layout
 from extproc.mock.sglang.rendezvous import Prefills, TransferError
 from tests.mock_client import Answer, Call, ask, dialling
+from tests.ports import silent_port
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -431,9 +432,10 @@ async def test_a_dead_decode_connects_to_nobody(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nobody_at_the_bootstrap_port(pair: Pair, unused_tcp_port: int, *, stream: bool) -> None:
-    body = {**REQUESTS["/generate"], **pair.room(), "bootstrap_port": unused_tcp_port, "stream": stream}
-    answer = await ask(pair.decode, "/generate", body)
+async def test_nobody_at_the_bootstrap_port(pair: Pair, *, stream: bool) -> None:
+    with silent_port() as port:
+        body = {**REQUESTS["/generate"], **pair.room(), "bootstrap_port": port, "stream": stream}
+        answer = await ask(pair.decode, "/generate", body)
     if stream:
         finish = answer.events[0]["meta_info"]["finish_reason"]
         assert (answer.status, finish["type"], finish["status_code"]) == (200, "abort", 500)

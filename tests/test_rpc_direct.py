@@ -4,6 +4,7 @@ import gc
 import json
 
 import pytest
+from collector import no_collector
 from fakes import mutated, rejection, released, worker
 from rpc_rig import Answer, Letters, RpcRig, ids, rpc_worker
 
@@ -732,15 +733,11 @@ def test_beside_http_workers_each_kind_gets_its_share():
 
 @pytest.mark.parametrize("fault", [None, "prompt", "tokenizer", "decode", "prefill"])
 def test_what_is_over_goes_from_memory_without_the_collectors_help(rig, fault):
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         ends(rig, fault)
         rig.clock.advance(SECOND_CALL_SECONDS)  # the rig forgets no sooner what it was to do
         kinds = RpcDirectCourse | RpcReply  # a session stays with its legs, and those with the rig
         assert [each for each in gc.get_objects() if isinstance(each, kinds)] == []
-    finally:
-        gc.enable()
 
 
 def ends(rig, fault):

@@ -4,6 +4,7 @@ import gc
 import json
 
 import pytest
+from collector import no_collector
 from fakes import Fetched, mutated, rejection
 from rpc_rig import RpcRig
 from test_relayed import relayed as said
@@ -459,9 +460,7 @@ def test_a_fetched_stream_that_is_silent_gets_comments(rig):
 
 @pytest.mark.parametrize("ends", ["well", "left", "unfetched", "failed"])
 def test_a_fetched_stream_goes_from_memory_without_the_collectors_help(ends):
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         rig = RpcRig(retry=RetryPolicy(attempts=1))
         rig.gateway.fetches = True
         client = rig.post("/v1/chat/completions", ONE | {"stream": True})
@@ -482,5 +481,3 @@ def test_a_fetched_stream_goes_from_memory_without_the_collectors_help(ends):
             leg.receiver = None  # as the transport, of a leg that is over
         kinds = RpcRelayedCourse | FetchedReply
         assert [each for each in gc.get_objects() if isinstance(each, kinds)] == []
-    finally:
-        gc.enable()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import ngh2
 import pytest
+from ports import silent_port
 from transport_peer import PATIENCE, PeerServer, Receiver, peer_server
 
 from extproc.transport.address import TcpAddress
@@ -424,23 +425,25 @@ async def until_connected(client: EgressClient, server: PeerServer, count: int =
             await asyncio.sleep(0)
 
 
-async def test_a_listener_over_tcp(unused_tcp_port: int) -> None:
-    client = EgressClient(TcpAddress("localhost", unused_tcp_port), patience=PATIENCE)
-    client.start()
-    receiver = Receiver()
-    client.send(post(), b"hello", receiver)
-    async with peer_server(TcpAddress("127.0.0.1", unused_tcp_port)) as server:
-        request = await server.request()
-        assert bytes(request.body) == b"hello"
-        request.head(end_stream=True)
-        assert await receiver.end() == "done"
+async def test_a_listener_over_tcp() -> None:
+    with silent_port() as port:
+        client = EgressClient(TcpAddress("localhost", port), patience=PATIENCE)
+        client.start()
+        receiver = Receiver()
+        client.send(post(), b"hello", receiver)
+        async with peer_server(TcpAddress("127.0.0.1", port)) as server:
+            request = await server.request()
+            assert bytes(request.body) == b"hello"
+            request.head(end_stream=True)
+            assert await receiver.end() == "done"
+            await client.stop()
+
+
+async def test_nobody_listens_over_tcp() -> None:
+    with silent_port() as port:
+        client = EgressClient(TcpAddress("127.0.0.1", port), patience=0.05)
+        client.start()
+        receiver = Receiver()
+        client.send(post(), b"hello", receiver)
+        assert await receiver.end() is Lost.UNREACHABLE
         await client.stop()
-
-
-async def test_nobody_listens_over_tcp(unused_tcp_port: int) -> None:
-    client = EgressClient(TcpAddress("127.0.0.1", unused_tcp_port), patience=0.05)
-    client.start()
-    receiver = Receiver()
-    client.send(post(), b"hello", receiver)
-    assert await receiver.end() is Lost.UNREACHABLE
-    await client.stop()
