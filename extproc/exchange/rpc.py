@@ -82,10 +82,12 @@ class Rpc:
         return any(self._some(placer.usable(request, role)) for role in (Role.PREFILL, Role.DECODE))
 
     def others_serve(self, request: InferenceRequest) -> bool:
-        """Whether other workers than gRPC's are there for ``request``, though they may not be usable now."""
-        model, within, roles = request.model, request.within, {Role.PREFILL, Role.DECODE}
-        others = [each for each in self.others if within is None or each.endpoint in within]
-        found = {each.role for each in others if model is None or not each.model_ids or model in each.model_ids}
+        """Whether other workers than gRPC's are there for ``request``, though they may not be usable now.
+
+        Nor may they be given it, where a gateway names others: that is no reason to say that nobody can serve it.
+        """
+        model, roles = request.model, {Role.PREFILL, Role.DECODE}
+        found = {each.role for each in self.others if model is None or not each.model_ids or model in each.model_ids}
         return (Role.PREFILL in found) if request.api.flow is Flow.PREFILL_ONLY else roles <= found
 
     def named(self, placer: Placer, request: InferenceRequest) -> InferenceRequest:

@@ -15,7 +15,7 @@ from extproc.workers.pairs import Pairs
 from extproc.workers.readiness import Readiness, assess
 from extproc.workers.worker import Role, Worker
 
-_SUBSETS: Final = 64  # sets of endpoints; of another, what a request pays is worked out anew (1000 workers: some ms)
+_SUBSETS: Final = 64  # sets of endpoints; another is worked out anew (measured: 1 ms for 500 of 1,000 workers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
