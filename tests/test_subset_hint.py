@@ -7,7 +7,7 @@ import json
 
 import pytest
 from envoy.config.core.v3.base_pb2 import Metadata
-from fakes import Rig, hint, mutated, nixl, rejection, released
+from fakes import Rig, hint, mutated, nixl, rejection, released, worker
 
 from extproc.admission.legs import LegSettings
 from extproc.exchange.attempts import RetryPolicy
@@ -318,6 +318,33 @@ def test_another_attempt_waits_for_room_on_the_list():
     rig.clock.advance(0)
     assert prefills(rig) == ["2"]
     for client in (first, second):
+        client.close()
+    rig.clock.advance(1000)
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+def test_attempts_of_different_lists_wait_in_lines_of_their_own(is_relayed):
+    """Though the same worker has failed both."""
+    workers, path, body = nixl((1, 2, 3), (11,)), PATH, CHAT
+    if is_relayed:  # the prefill's log probabilities are put into the answer
+        workers = [*[worker(Role.PREFILL, n, bootstrap_port=8990 + n) for n in (1, 2, 3)], worker(Role.DECODE, 11)]
+        path, body = "/generate", {"model": "tiny", "text": "a", "return_logprob": True, "logprob_start_len": 0}
+    rig = limited(*workers, retry=STEADY)
+    rig.workers[1].limit = rig.workers[2].limit = 0
+    clients = []
+    for named in ((1, 2, 11), (1, 3, 11)):
+        clients.append(rig.post(path, body, context=hint(*named)))
+        assert prefills(rig) == ["1"]
+        assert bool(rig.egress.out_at("decode")) is is_relayed
+        rig.egress.out_at("prefill")[0].answer(500)
+        rig.clock.advance(1)
+        assert prefills(rig) == []
+    rig.workers[2].limit = 1
+    rig.workers[2].freed(rig.workers[2])
+    rig.clock.advance(0)
+    assert prefills(rig) == ["3"]
+    for client in clients:
         client.close()
     rig.clock.advance(1000)
     rig.assert_nothing_is_left()
