@@ -67,7 +67,12 @@ CATALOGUE = _catalogue(
         retryable=True,
     ),
     Fault("not_implemented", 501, "the API is not served by a prefill/decode fleet (embeddings, classify, audio)"),
-    Fault("no_available_workers", 503, "no usable prefill or no usable decode worker at this moment", retryable=True),
+    Fault(
+        "no_available_workers",
+        503,
+        "no usable prefill or no usable decode worker at this moment, or none among the endpoints that a gateway names",
+        retryable=True,
+    ),
     Fault("no_compatible_pd_pair", 503, "no usable prefill and decode worker share a KV transfer protocol"),
     Fault("tokenizer_not_found", 503, "gRPC workers: the model's tokenizer is not there (yet)", retryable=True),
     Fault("tokenization_queue_full", 503, "gRPC workers: too many long prompts wait to be tokenised", retryable=True),

@@ -10,6 +10,9 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 METADATA_NAMESPACE: Final = "envoy.lb"
 # Metadata of that namespace by which an Envoy of others tells an endpoint picker who served.
 SERVED: Final = "x-gateway-destination-endpoint-served"
+# Metadata by which it names the only endpoints that an endpoint picker may choose: a list of "ip:port".
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
 
 # Which prefill worker the routing sidecar of llm-d beside a decode worker is to use, as "ip:port"; its name until 2026
 # and since. Only with --mode select-only.

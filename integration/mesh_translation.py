@@ -370,10 +370,12 @@ def of_inference_pool(
     by_header: bool = False,
     picker_cluster: str = "picker",
     picker_timeout: str = "10s",
+    before: Sequence[Json] = (),
 ) -> Json:
     """InferencePool and HTTPRoute; ``by_header``: the gateway reads the picker's header, not its metadata.
 
-    As Istio has it, but for the names of clusters.
+    As Istio has it, but for the names of clusters, and for hints of a subset, which other gateways forward. ``before``:
+    filters that stand in front of the picker's.
     """
     pool, route = (of_kind(objects, kind) for kind in ("InferencePool", "HTTPRoute"))
     (rule,) = route["spec"]["rules"]
@@ -386,7 +388,7 @@ def of_inference_pool(
         "message_timeout": "1000s",
         "metadata_options": {
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
-            "forwarding_namespaces": {"untyped": ["envoy.lb"]},
+            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
         },
         "processing_mode": {
             "request_header_mode": "SEND",
@@ -412,9 +414,8 @@ def of_inference_pool(
         override_host_sources=[source],
         fallback_policy=fallback,
     )
-    listener = _listener(
-        "http", [{"name": "envoy.filters.http.ext_proc", "typed_config": processor}], copy.deepcopy(routes)
-    )
+    asking = {"name": "envoy.filters.http.ext_proc", "typed_config": processor}
+    listener = _listener("http", [*before, asking], copy.deepcopy(routes))
     clusters = [
         _cluster(
             "pool",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from envoy.config.core.v3.base_pb2 import HeaderMap
+from envoy.config.core.v3.base_pb2 import HeaderMap, Metadata
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
@@ -78,6 +78,7 @@ class Asked:
     tokens: int | None = None  # None: as of a body of text with nothing but the prompt
     notes: dict = field(default_factory=dict)
     rid: str = ""
+    within: frozenset[str] | None = None
 
     def prompt_tokens(self) -> int:
         return max(1, (len(self.context) + len(self.prompt)) // 4) if self.tokens is None else self.tokens
@@ -97,6 +98,15 @@ class FakeFleet:
         self.workers = list(workers)
         self.mode = mode
         self._known = {}
+        self._within = {}
+
+    def within(self, endpoints):
+        """As the registry does, but what is remembered grows."""
+        named = [w for w in self.workers if w.endpoint in endpoints]
+        known = self._within.get(endpoints)
+        if known is None or known.workers != named:
+            known = self._within[endpoints] = FakeFleet(*named, mode=self.mode)
+        return known
 
     def usable(self, role, model):
         return tuple(w for w in self.workers if w.role is role and w.usable and (model is None or model in w.model_ids))
@@ -348,9 +358,9 @@ class Rig:
     def open(self) -> Client:
         return Client(self)
 
-    def post(self, path: str, body, *, headers=(), chunk: int | None = None) -> Client:
+    def post(self, path: str, body, *, headers=(), chunk: int | None = None, context=None) -> Client:
         client = self.open()
-        client.head(path, headers=headers)
+        client.head(path, headers=headers, context=context)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         size = chunk or max(1, len(raw))
         pieces = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
@@ -393,9 +403,9 @@ class Client:
     def tell(self, **fields) -> None:
         self.session.received(ProcessingRequest(**fields).SerializeToString())
 
-    def head(self, path, *, method="POST", headers=(), end=False) -> None:
+    def head(self, path, *, method="POST", headers=(), end=False, context=None) -> None:
         pairs = [(":method", method), (":path", path), (":scheme", "http"), (":authority", "gateway"), *headers]
-        self.tell(request_headers=_http_headers(pairs, end=end))
+        self.tell(request_headers=_http_headers(pairs, end=end), metadata_context=context)
 
     def body(self, chunk: bytes, *, end=False) -> None:
         self.tell(request_body=HttpBody(body=chunk, end_of_stream=end))
@@ -479,6 +489,14 @@ def _http_headers(pairs, *, end):
     for key, value in pairs:
         header_map.headers.add(key=key, raw_value=value.encode())
     return HttpHeaders(headers=header_map, end_of_stream=end)
+
+
+def hint(*ports, said=None) -> Metadata:
+    """What Envoy says with a request that may only go to the workers at ``ports``; ``said``: in another form."""
+    context = Metadata()
+    named = [f"127.0.0.1:{port}" for port in ports] if said is None else said
+    context.filter_metadata["envoy.lb.subset_hint"].update({"x-gateway-destination-endpoint-subset": named})
+    return context
 
 
 def mutated(response) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fakes import Rig, nixl, worker
+from fakes import Rig, hint, nixl, worker
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -72,10 +72,16 @@ class Storm(RuleBasedStateMachine):
     def waiting(self):
         return [client for client in self.alive() if client.session._waiter is not None]
 
-    @rule(model=st.sampled_from("aab"), samples=st.sampled_from((1, 1, 1, 2, 4)), key=st.sampled_from(("", "a", "b")))
-    def come(self, model, samples, key):
+    @rule(
+        model=st.sampled_from("aab"),
+        samples=st.sampled_from((1, 1, 1, 2, 4)),
+        key=st.sampled_from(("", "a", "b")),
+        within=st.sampled_from((None, None, None, (1, 11), (2, 11, 12), (1, 2, 12))),
+    )
+    def come(self, model, samples, key, within):
         body = {"model": model, "messages": [{"role": "user", "content": "as always " * 60}], "n": samples}
-        self.clients.append(self.rig.post(CHAT, body, headers=[("x-smg-routing-key", key)]))
+        context = None if within is None else hint(*within)
+        self.clients.append(self.rig.post(CHAT, body, headers=[("x-smg-routing-key", key)], context=context))
 
     @precondition(lambda self: self.rig.egress.out)
     @rule(which=st.integers(0, 99), how=st.sampled_from(("good", "good", "good", "bad", "busy", "lost")))
@@ -161,14 +167,14 @@ class Storm(RuleBasedStateMachine):
         now = self.rig.clock.now()
         for queue in sorted(legs._queues.values(), key=lambda queue: legs._urgency(queue, now, classes=False)):
             seeking = queue.first.who
-            workers = [w for role in (Role.PREFILL, Role.DECODE) for w in placer.usable(seeking._model, role)]
+            workers = [w for role in (Role.PREFILL, Role.DECODE) for w in placer.usable(seeking._request, role)]
             full = {w for w in workers if not w.has_room(seeking._legs)}
             failed = seeking.need[1] if isinstance(seeking.need[1], tuple) else ()
             like = seeking.need[2]
             if isinstance(like, Role):  # one worker is enough
                 assert all(w in full or w in taken for w in workers if w.role is like), queue.key
                 continue
-            assert not placer.has_pair(seeking._model, {*full, *failed, *taken}, like), queue.key
+            assert not placer.has_pair(seeking._request, {*full, *failed, *taken}, like), queue.key
             taken.update(seeking.claims())
 
     @invariant()

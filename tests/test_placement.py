@@ -185,7 +185,7 @@ def test_nobody_but_partners_is_where_envoy_may_go():
         prefill, decodes = place.pair(TINY)
         kind = {(prefill.runtime, prefill.kv_connector)}
         assert {(w.runtime, w.kv_connector) for w in decodes} == kind
-        if place.has_pair("tiny", (prefill, decodes[0]), prefill):
+        if place.has_pair(TINY, (prefill, decodes[0]), prefill):
             again = place.pair(TINY, (prefill, decodes[0]), prefill)
             assert {(w.runtime, w.kv_connector) for w in (again.prefill, *again.decodes)} == kind
         for alone in (place.decodes(TINY), place.prefills(TINY), place.prefills(TINY, prefill)):
@@ -219,8 +219,8 @@ def test_a_prefill_without_a_partner_left_is_not_chosen_again():
     place = placer(*fleet)
     for _ in range(3):
         assert place.pair(TINY, (fleet[2],), fleet[0]) == (fleet[1], (fleet[3],))
-    assert place.has_pair("tiny", (fleet[2],), fleet[0])
-    assert not place.has_pair("tiny", (fleet[2], fleet[1]), fleet[0])
+    assert place.has_pair(TINY, (fleet[2],), fleet[0])
+    assert not place.has_pair(TINY, (fleet[2], fleet[1]), fleet[0])
     with pytest.raises(GatewayError, match="page_size"):
         place.pair(TINY, (fleet[2], fleet[1]), fleet[0])
 
@@ -298,7 +298,7 @@ def test_decodes_for_what_was_meant_for_another():
 
 def test_all_decodes_are_more_than_candidates():
     decodes = [worker(Role.DECODE, port, model_ids=(f"model-{port}",)) for port in range(10, 20)]
-    assert list(placer(worker(Role.PREFILL, 1), *decodes).all_decodes()) == decodes
+    assert list(placer(worker(Role.PREFILL, 1), *decodes).all_decodes(None)) == decodes
 
 
 def test_one_prefill_alone_may_be_a_certain_one():
@@ -315,8 +315,8 @@ def test_a_server_in_both_roles_is_not_paired_with_itself():
     for _ in range(8):
         prefill, decodes = place.pair(TINY)
         assert [w.base_url for w in decodes] == [w.base_url for w in both[1::2] if w.base_url != prefill.base_url]
-    assert place.has_pair("tiny", both[3:], both[0])
-    assert not place.has_pair("tiny", both[2:], both[0])
+    assert place.has_pair(TINY, both[3:], both[0])
+    assert not place.has_pair(TINY, both[2:], both[0])
     with pytest.raises(GatewayError, match="the same server, which is registered as prefill and as") as caught:
         placer(*both[:2]).pair(TINY)
     assert caught.value.fault.code == "no_compatible_pd_pair"
@@ -447,7 +447,7 @@ def test_whoever_failed_is_left_out_near_or_far():
     place = placer(prefill, near, near_too, far)
     assert place.pair(TINY, (near,)).decodes == (near_too, far)
     assert place.pair(TINY, (near, near_too)).decodes == (far,)
-    assert place.has_pair("tiny", (near, near_too), prefill)
+    assert place.has_pair(TINY, (near, near_too), prefill)
 
 
 class Learning(RoundRobinPolicy):

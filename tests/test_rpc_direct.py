@@ -5,7 +5,7 @@ import json
 
 import pytest
 from collector import no_collector
-from fakes import mutated, rejection, released, worker
+from fakes import hint, mutated, rejection, released, worker
 from rpc_rig import Answer, Letters, RpcRig, ids, rpc_worker
 
 from extproc.errors import GatewayError
@@ -729,6 +729,38 @@ def test_beside_http_workers_each_kind_gets_its_share():
         clusters.add(released(client)[1].get("x-pd-cluster", "decode"))
         client.close()
     assert clusters == {"decode_grpc", "decode"}
+
+
+@pytest.mark.parametrize("model", ["tiny", None])
+def test_of_the_pairs_that_a_gateway_names_one_serves(model):
+    """Whoever that is; a prompt becomes tokens only where gRPC workers are among them."""
+    rig = RpcRig("sglang", *http(1, 3))
+    body = CHAT if model else {key: value for key, value in CHAT.items() if key != "model"}
+    for named, cluster, tokenised in (((2, 12), "decode_grpc", True), ((101, 103), "decode", False)) * 2:
+        rig.texts.asked.clear()
+        client = rig.post(PATH, body, context=hint(*named))
+        _, headers, destinations = released(client)
+        assert headers.get("x-pd-cluster", "decode") == cluster
+        assert destinations == [f"127.0.0.1:{named[1]}"]
+        assert bool(rig.texts.asked) is tokenised
+        client.close()
+    rig.clock.advance(5)
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [(PATH, {"cache_salt": "x"}), ("/v1/messages", {}), ("/v1/rerank", {})]
+)
+def test_what_those_cannot_serve_goes_to_no_others(path, fields):
+    rig = RpcRig("sglang", *http(1, 3))
+    client = rig.post(path, CHAT | {"query": "q", "documents": ["d"], **fields}, context=hint(1, 11))
+    status, headers, error = rejection(client)
+    assert (status, headers["x-pd-error-code"]) == (503, "no_available_workers")
+    assert "x-gateway-destination-endpoint-subset" in json.loads(error)["error"]["message"]
+    assert rig.egress.legs == []
+    client.close()
+    rig.clock.advance(5)
+    rig.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("fault", [None, "prompt", "tokenizer", "decode", "prefill"])

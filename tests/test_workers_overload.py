@@ -191,7 +191,7 @@ async def test_then_requests_are_turned_away_if_that_is_wanted() -> None:
         rig.placer.pair(TINY)
     assert rig.placer.decodes(TINY) == ()
     assert rig.placer.alike(TINY, decode) == ()
-    assert not rig.placer.has_pair("tiny", (), other)
+    assert not rig.placer.has_pair(TINY, (), other)
     rig.registry.set_status(decode, Status.NOT_READY)
     with pytest.raises(GatewayError, match="No decode worker"):
         rig.placer.pair(TINY)
@@ -216,7 +216,7 @@ async def test_another_attempt_goes_to_who_has_too_much_rather_than_nowhere(rig:
     d1, d2 = await rig.add(D), await rig.add(D)
     rig.burden(p2, d2)
     assert rig.placer.pair(TINY, (p1,), p1).prefill is p2
-    assert rig.placer.has_pair("tiny", (p1,), p1)
+    assert rig.placer.has_pair(TINY, (p1,), p1)
     assert rig.placer.pair(TINY, (d1,), p1).decodes == (d2,)
     assert rig.placer.alike(TINY, d1, (d1,)) == (d2,)
     assert rig.placer.alike(TINY, d1) == (d1,)

@@ -18,6 +18,7 @@ class Request:
 
     __slots__ = ("arrived", "as_ids", "blocks", "conversation", "fields", "notes", "number", "tokens", "turn")
     model = "m"
+    within = None
 
     def __init__(self, conversation: Conversation, number: int, arrived: float) -> None:
         self.conversation = conversation

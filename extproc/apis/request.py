@@ -89,6 +89,7 @@ class InferenceRequest(NamedTuple):
         prompt_logprobs: whether log probabilities of prompt tokens are asked for, which only the prefill leg has.
         fields: the headers that came with it, by lower-case name.
         notes: what placement has worked out of it, see policies.policy.RequestView.
+        within: the endpoints among which its workers must be, see there.
     """
 
     api: Api
@@ -100,10 +101,13 @@ class InferenceRequest(NamedTuple):
     prompt_logprobs: bool
     fields: Mapping[str, bytes]
     notes: dict[object, object]
+    within: frozenset[str] | None = None
 
     @classmethod
-    def read(cls, api: Api, raw: bytes, fields: Mapping[str, bytes] = NO_FIELDS) -> InferenceRequest:
-        """Read ``raw`` as a request of ``api``, which came with the headers ``fields``.
+    def read(
+        cls, api: Api, raw: bytes, fields: Mapping[str, bytes] = NO_FIELDS, within: frozenset[str] | None = None
+    ) -> InferenceRequest:
+        """Read ``raw`` as a request of ``api``, which came with the headers ``fields``, for workers ``within`` a set.
 
         Raises:
             GatewayError: with a 4xx fault; ``param`` names the field.
@@ -127,6 +131,7 @@ class InferenceRequest(NamedTuple):
             prompt_logprobs=_wants_prompt_logprobs(api, body),
             fields=fields,
             notes={},
+            within=within,
         )
 
     def renamed(self, model: str) -> InferenceRequest:

@@ -51,7 +51,7 @@ class PairChoice:
 
     def left(self, failed: Collection[Worker]) -> bool:
         """See Choice."""
-        return self._placer.has_pair(self._request.model, failed, self._like)
+        return self._placer.has_pair(self._request, failed, self._like)
 
     def next(self, failed: Collection[Worker], taken: Collection[Worker] = NOBODY) -> Placed:
         """See Choice."""

@@ -63,7 +63,7 @@ class Conditional:
 
     def may_be_lone(self, request: InferenceRequest) -> bool:
         """Whether one of the decode workers serves it alone, once it has room; no policy is told of the question."""
-        able = self._able(self._placer.usable(request.model, Role.DECODE))
+        able = self._able(self._placer.usable(request, Role.DECODE))
         tokens = request.prompt_tokens()
         if not able or tokens < self._least or not self._least_uncached:
             return bool(able) and tokens < self._least
@@ -95,7 +95,7 @@ class Conditional:
 
     def _idle(self, request: InferenceRequest, able: Sequence[Worker], holders: Sequence[Worker]) -> Sequence[Worker]:
         """Those ``holders`` that are not too busy beside all that are ``able``; all where there is no pair."""
-        if not self._placer.usable(request.model, Role.PREFILL):
+        if not self._placer.usable(request, Role.PREFILL):
             return holders
         most = NEAR_FACTOR * (min([worker.load for worker in able]) + 1)
         return tuple(worker for worker in holders if worker.load <= most)

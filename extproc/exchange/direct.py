@@ -631,7 +631,7 @@ class DirectCourse:
         session, attempts = self._session, self._attempts
         self._timer = None
         assert attempts is not None
-        need = (self._request.model, attempts.failed, self._prefill)
+        need = (self._request.model, attempts.failed, self._prefill, self._request.within)
         seeking = session.seeking(self._request, 1, need, self._place_again, lambda _: self._fire(Event.PREFILL_FAILED))
         try:
             waiter = session.gateway.legs.wait(seeking)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
 from envoy.config.core.v3.base_pb2 import HeaderValue as EnvoyHeaderValue
 from envoy.config.core.v3.base_pb2 import Metadata
+from google.protobuf.struct_pb2 import Value
 
-from extproc.names import METADATA_NAMESPACE, SERVED, UPSTREAM
+from extproc.names import METADATA_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, UPSTREAM
 from extproc.transport.interface import Header
 
 # A client's connection to us, never passed on: RFC 9110 §7.6.1.
@@ -102,6 +104,7 @@ class RequestHead(NamedTuple):
         forwarded: the end-to-end headers that a leg passes on, in HTTP/2 form, in order.
         withheld: names of headers that no worker may get: they are the connection's, or would steer the gateway or a
             worker.
+        within: the endpoints ("ip:port") among which Envoy wants its workers; None: any.
     """
 
     method: str
@@ -109,6 +112,7 @@ class RequestHead(NamedTuple):
     fields: dict[str, bytes]
     forwarded: list[Header]
     withheld: list[bytes]
+    within: frozenset[str] | None = None
 
     @classmethod
     def of(cls, headers: Iterable[HeaderValue]) -> RequestHead:
@@ -155,6 +159,28 @@ def with_served(headers: Iterable[HeaderValue], context: Metadata) -> Iterable[H
     if SERVED not in fields:
         return headers
     return [EnvoyHeaderValue(key=UPSTREAM, raw_value=fields[SERVED].string_value.encode()), *headers]
+
+
+def subset(context: Metadata) -> frozenset[str] | None:
+    """The endpoints ("ip:port") that Envoy says are the only ones to choose from; None: it says nothing of that.
+
+    A list, or a text with commas, as filters make it of a header. Of anything else it is empty: nobody may be chosen.
+
+    Source: as of :func:`with_served`.
+    """
+    found = context.filter_metadata
+    if SUBSET_NAMESPACE not in found:
+        return None
+    fields = found[SUBSET_NAMESPACE].fields
+    return _endpoints(fields[SUBSET].SerializeToString()) if SUBSET in fields else None
+
+
+@lru_cache(maxsize=64)  # a gateway names the same ones again and again, and may name a whole pool
+def _endpoints(said: bytes) -> frozenset[str]:
+    value = Value.FromString(said)
+    items = value.list_value.values if value.HasField("list_value") else [value]
+    names = [name.strip() for item in items for name in item.string_value.split(",")]
+    return frozenset(filter(None, names))
 
 
 def client_request_id(head: RequestHead, names: Sequence[str]) -> bytes | None:

@@ -31,7 +31,7 @@ def kept_by(gateway: Gateway, request: InferenceRequest) -> Lone | None:
         or not isinstance(before := request.body.get("previous_response_id"), str)
     ):
         return None
-    keeper = gateway.stored.keeper(before, gateway.placer.all_decodes())
+    keeper = gateway.stored.keeper(before, gateway.placer.all_decodes(request.within))
     if keeper is None:
         return None
     alone = gateway.handoffs.of(keeper).alone(request, keeper)
@@ -70,12 +70,12 @@ def _one_alone(gateway: Gateway, request: InferenceRequest) -> Lone | None:
     if gateway.config.select_only:  # the sidecars see to that
         return None
     placer = gateway.placer
-    prefill = next(iter(placer.usable(request.model, Role.PREFILL)), None)
+    prefill = next(iter(placer.usable(request, Role.PREFILL)), None)
     alone = None if prefill is None else gateway.handoffs.of(prefill).alone(request, prefill)
     if prefill is None or prefill.over_grpc or alone is None or alone.unknown:  # over gRPC each sequence has a pair
         return None
     if alone.role is Role.PREFILL:
         return Lone((prefill,), alone)
-    decodes = placer.usable(request.model, Role.DECODE)
+    decodes = placer.usable(request, Role.DECODE)
     like = next((decode for decode in decodes if hand_over_alike(decode, prefill)), None)
     return None if like is None else Lone((like,), alone)

@@ -267,7 +267,7 @@ class RelayedCourse:
         """Make another attempt, or wait for room; where there is nobody, the last one's ``error`` is the client's."""
         self._timer = None
         self._session.record.attempts = self._attempts.number
-        need = (self._request.model, self._attempts.failed, self._placed.pair.prefill)
+        need = (self._request.model, self._attempts.failed, self._placed.pair.prefill, self._request.within)
         self._when_room(need, lambda taken: self._begin_again(error, taken), error)
 
     def _when_room(self, need: Hashable, begin: Callable[[Collection[Worker]], None], error: GatewayError) -> None:

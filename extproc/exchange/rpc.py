@@ -79,10 +79,13 @@ class Rpc:
         """Whether gRPC workers are among those that may be given ``request`` now, and serve its API."""
         if not serves(request.api):
             return False
-        return any(self._some(placer.usable(request.model, role)) for role in (Role.PREFILL, Role.DECODE))
+        return any(self._some(placer.usable(request, role)) for role in (Role.PREFILL, Role.DECODE))
 
     def others_serve(self, request: InferenceRequest) -> bool:
-        """Whether other workers than gRPC's are there for ``request``, though they may not be usable now."""
+        """Whether other workers than gRPC's are there for ``request``, though they may not be usable now.
+
+        Nor may they be given it, where a gateway names others: that is no reason to say that nobody can serve it.
+        """
         model, roles = request.model, {Role.PREFILL, Role.DECODE}
         found = {each.role for each in self.others if model is None or not each.model_ids or model in each.model_ids}
         return (Role.PREFILL in found) if request.api.flow is Flow.PREFILL_ONLY else roles <= found
@@ -94,18 +97,19 @@ class Rpc:
         """
         if request.model is not None:
             return request
-        workers = placer.usable(None, Role.PREFILL)
+        workers = placer.usable(request, Role.PREFILL)
         models = dict.fromkeys(model for worker in workers if worker.over_grpc for model in worker.model_ids)
         for model in models:
-            if self.texts.of(model) is not None and placer.has_pair(model, (), None):
-                return request._replace(model=model)
+            named = request._replace(model=model)
+            if self.texts.of(model) is not None and placer.has_pair(named, (), None):
+                return named
         return request
 
     def answers(self, placer: Placer, request: InferenceRequest) -> bool:
         """Whether a request about texts and tokens is answered here: nobody but gRPC workers has the model."""
         if request.api.name not in _HERE:
             return False
-        workers = placer.usable(request.model, Role.PREFILL)
+        workers = placer.usable(request, Role.PREFILL)
         return self._some(workers) and all(worker.over_grpc for worker in workers)
 
     def _some(self, workers: Sequence[Worker]) -> bool:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from extproc.exchange.session import Course, Session
 
 
-_RETRY_AFTER: Final = 1  # seconds
 LONG_PROMPT: Final = 4096  # tokens that may take an engine so long that a client, or what is between, gives up waiting
 
 
@@ -106,12 +105,10 @@ def but(
         return ranked
     found = [worker for worker in ranked if worker not in excluded]
     if not found:
-        others = gateway.placer.usable(request.model, ranked[0].role)
+        others = gateway.placer.usable(request, ranked[0].role)
         found = [worker for worker in others if worker not in excluded][:CANDIDATES]
     if not found:
-        raise _not_served(gateway, request) or GatewayError(
-            "no_available_workers", f"No {ranked[0].role.value} worker is available", retry_after=_RETRY_AFTER
-        )
+        raise _not_served(gateway, request) or gateway.placer.nobody(request, ranked[0].role)
     return found
 
 
@@ -120,7 +117,7 @@ def served_over_grpc(gateway: Gateway, request: InferenceRequest, excluded: Coll
 
     None also where there are others that could, which are not usable now: that is another error.
     """
-    return _not_served(gateway, request) if excluded and gateway.placer.has_pair(request.model, (), None) else None
+    return _not_served(gateway, request) if excluded and gateway.placer.has_pair(request, (), None) else None
 
 
 def _not_served(gateway: Gateway, request: InferenceRequest) -> GatewayError | None:

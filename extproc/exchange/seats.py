@@ -63,7 +63,7 @@ class Seeking:
         waited: Callable[[float], None],
     ) -> None:
         self._placer = placer
-        self._model = request.model
+        self._request = request
         self._legs = legs
         self.priority = priority
         self.need = need
@@ -85,7 +85,7 @@ class Seeking:
         if self._legs == 1:
             return ()
         usable = self._placer.usable
-        return (*usable(self._model, Role.PREFILL), *usable(self._model, Role.DECODE))
+        return (*usable(self._request, Role.PREFILL), *usable(self._request, Role.DECODE))
 
 
 if TYPE_CHECKING:

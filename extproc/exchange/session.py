@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from extproc.admission.priority import Priority
-from extproc.apis.request import InferenceRequest
+from extproc.apis.request import ABOUT_STORED, InferenceRequest
 from extproc.apis.table import Api, Flow, api_of, stored_name
 from extproc.errors import GatewayError
 from extproc.exchange import wire
@@ -21,7 +21,7 @@ from extproc.exchange.clock import ABANDONED, Handle
 from extproc.exchange.direct import DirectCourse
 from extproc.exchange.failures import refuse_unknown
 from extproc.exchange.gateway import Gateway, draining
-from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id, with_served
+from extproc.exchange.headers import HeaderValue, RequestHead, client_request_id, new_request_id, subset, with_served
 from extproc.exchange.lone import Lone, apart_of, kept_by, without_pair
 from extproc.exchange.outlet import Late
 from extproc.exchange.placed import Placed
@@ -146,7 +146,10 @@ class Session:
         if kind == "request_headers":
             headers = request.request_headers
             self._bodyless = headers.end_of_stream
-            self._on_head(RequestHead.of(headers.headers.headers))
+            head = RequestHead.of(headers.headers.headers)
+            if request.HasField("metadata_context"):  # not from our Envoy
+                head = head._replace(within=subset(request.metadata_context))
+            self._on_head(head)
             if headers.end_of_stream:
                 self._on_complete()
         elif kind == "request_body":
@@ -379,7 +382,7 @@ class Session:
         apart = apart_of(self.gateway, request)
         legs = max(request.samples, request.prompts or 1) if self._rpc is None else self._rpc.count
         legs = 1 if apart is not None else legs
-        need = (request.api.flow, request.model, apart)
+        need = (request.api.flow, request.model, apart, request.within)
 
         def step(taken: Collection[Worker]) -> None:
             rpc = self._rpc
@@ -495,7 +498,7 @@ class Session:
         """The request's course; None where it waits for workers first."""
         if api.flow is Flow.KEEPER:
             return self._about_stored(head, raw)
-        request = InferenceRequest.read(api, raw, head.fields)
+        request = InferenceRequest.read(api, raw, head.fields, head.within)
         self.notes = request.notes
         model = self.gateway.config.model_aliases.get(request.model or "")
         if model is not None:
@@ -603,7 +606,7 @@ class Session:
     def _otherwise(self, rpc: Rpc, head: RequestHead, request: InferenceRequest, error: GatewayError) -> None:
         """gRPC workers cannot be given the request, but others may serve the model, too: if not, that is the answer."""
         others_may = error.fault.code in _UNTOLD and rpc.others_serve(request)  # even if they are not usable now
-        if not others_may and not self.gateway.placer.has_pair(request.model, rpc.workers, None):
+        if not others_may and not self.gateway.placer.has_pair(request, rpc.workers, None):
             self.reject(error)  # not raised: see _answer
             return
         course = self._place(head, request)
@@ -707,7 +710,11 @@ class Session:
         name = stored_name(head.path)
         if name is None:
             raise GatewayError("not_found", f"Invalid URL ({head.method} {head.path[:_LOGGED_MODEL]})")
-        keeper = self.gateway.stored.keeper(name, self.gateway.placer.all_decodes())
+        placer = self.gateway.placer
+        decodes = placer.all_decodes(head.within)
+        if not decodes and head.within is not None:
+            raise placer.nobody(ABOUT_STORED._replace(within=head.within), Role.DECODE)
+        keeper = self.gateway.stored.keeper(name, decodes)
         if keeper is None:
             message = f"Response with id '{name[:_LOGGED_MODEL]}' not found."
             raise GatewayError("response_not_found", message, param="response_id")

@@ -13,6 +13,8 @@ idle.
 Workers that are overloaded (:mod:`extproc.workers.overload`) are not among the candidates as long as a pair can be made
 without them. Where it cannot, the least loaded of their role is chosen (:mod:`extproc.policies.crowded`). That all
 others have as many legs as they may is no reason to choose an overloaded one: a request waits for those.
+
+A request may name the endpoints among which its workers must be. It is placed as if there were no others.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from extproc.workers.worker import Role, Worker
 
 _log: Final = logging.getLogger(__name__)
 _SHOWN: Final = 256  # characters of a model's name: a client may send any number
+_NAMED: Final = " among the endpoints that the gateway names (x-gateway-destination-endpoint-subset)"
 _RETRY_AFTER: Final = 1  # seconds; health probes of a worker that is down come about as often
 
 
-class Fleet(Protocol):
-    """The part of the worker registry that placement needs."""
+class Candidates(Protocol):
+    """Workers among which a request is placed."""
 
     def usable(self, role: Role, model: str | None) -> Sequence[Worker]:
         """The workers of ``role`` that may be given a request for ``model`` now."""
@@ -53,11 +56,18 @@ class Fleet(Protocol):
     def healthy(self, role: Role) -> Sequence[Worker]:
         """All workers of ``role`` that may be asked something, whatever advises against giving them requests."""
 
-    def __len__(self) -> int:
-        """How many workers are registered."""
-
     def pairs(self, model: str | None) -> Pairs:
         """Which usable workers may be paired for ``model``; the same object until something changes."""
+
+
+class Fleet(Candidates, Protocol):
+    """The part of the worker registry that placement needs."""
+
+    def within(self, endpoints: frozenset[str]) -> Candidates:
+        """Those that have one of ``endpoints``, as if there were no others."""
+
+    def __len__(self) -> int:
+        """How many workers are registered."""
 
     def knows_model(self, model: str) -> bool:
         """Whether any registered worker, in whatever state, serves ``model``."""
@@ -93,7 +103,7 @@ class Placer:
         Where nobody is limited, ``room`` costs 0.1 µs (measured).
 
         Args:
-            request: names the model that both must serve; none for any, but the same.
+            request: names the model that both must serve; none for any, but the same. And where both must be.
             without: workers that are not to be chosen.
             like: the prefill worker must hand over as this one does.
             room: what the prefill worker and the first decode worker must have; None: nothing.
@@ -103,10 +113,10 @@ class Placer:
             GatewayError: ``model_not_found``, ``no_available_workers`` naming the role that lacks one,
                 ``no_compatible_pd_pair``, or ``worker_overload_protection_shed``.
         """
-        pairs = self._pairs(request.model, without, like)
+        pairs = self._pairs(request, without, like)
         prefills = _prefills(pairs, without, like)
         if not prefills:
-            raise self._no_pair(pairs, request.model, without, like)
+            raise self._no_pair(pairs, request, without, like)
         policy = self._crowded if pairs.prefills_crowded else self._prefill
         prefill = policy.rank(prefills, 1, request)[0]
         if room is not None and not _fits(room, prefill):
@@ -122,13 +132,13 @@ class Placer:
             return self._pair_with_room(pairs, prefills, without, request, room)
         return pair
 
-    def has_pair(self, model: str | None, without: Collection[Worker], like: Worker | None) -> bool:
+    def has_pair(self, request: RequestView, without: Collection[Worker], like: Worker | None) -> bool:
         """Whether :meth:`pair` would find one; no policy is told of the question."""
-        return _has_pair(self._pairs(model, without, like), without, like)
+        return _has_pair(self._pairs(request, without, like), without, like)
 
-    def usable(self, model: str | None, role: Role) -> Sequence[Worker]:
-        """Whoever of ``role`` :meth:`pair` and the like might choose for ``model``, overloaded or not."""
-        return self._fleet.with_overloaded(role, model)
+    def usable(self, request: RequestView, role: Role) -> Sequence[Worker]:
+        """Whoever of ``role`` :meth:`pair` and the like might choose for ``request``, overloaded or not."""
+        return self._among(request.within).with_overloaded(role, request.model)
 
     def alike(
         self, request: RequestView, like: Worker, without: Collection[Worker] = (), *, room: Room | None = None
@@ -168,34 +178,35 @@ class Placer:
             among: tells those of a set that can.
             room: as for :meth:`alike`.
         """
-        found = self._fleet.usable(Role.DECODE, request.model)
+        found = self._among(request.within).usable(Role.DECODE, request.model)
         if among is not None:
             found = among(found)
         return self._in_order(found, request, room) if found else ()
 
-    def all_decodes(self) -> Sequence[Worker]:
-        """Every decode worker that may be asked something now, in no order of preference.
+    def all_decodes(self, within: frozenset[str] | None) -> Sequence[Worker]:
+        """Every decode worker ``within`` these endpoints that may be asked something now, in no order of preference.
 
         Of two, one may be the only one that keeps what is asked for.
         """
-        return self._fleet.healthy(Role.DECODE)
+        return self._among(within).healthy(Role.DECODE)
 
     def prefills(self, request: RequestView, like: Worker | None = None, room: Room | None = None) -> Sequence[Worker]:
         """Prefill workers in order of preference, for a request that one of them answers alone.
 
         Args:
-            request: names the model that they must serve; none for any.
+            request: names the model that they must serve, none for any, and where they must be.
             like: the first of them, if there is one that must be; the others are of its kind.
             room: as for :meth:`alike`, where nobody must be the first.
 
         Raises:
             NoRoomError, GatewayError: as :meth:`pair`.
         """
-        prefills = self._fleet.usable(Role.PREFILL, request.model)
+        candidates = self._among(request.within)
+        prefills = candidates.usable(Role.PREFILL, request.model)
         if not prefills:
-            if self._fleet.sheds(Role.PREFILL, request.model):
+            if candidates.sheds(Role.PREFILL, request.model):
                 raise _shed(Role.PREFILL)
-            raise self._nobody(request.model, Role.PREFILL)
+            raise self.nobody(request, Role.PREFILL)
         if like is not None:
             others = tuple(worker for worker in prefills if worker is not like and hand_over_alike(worker, like))
             return self._fail_over.order((like, *others[: CANDIDATES - 1]), (prefills,))
@@ -228,12 +239,26 @@ class Placer:
         self._prefill.forget(worker)
         self._decode.forget(worker)
 
+    def nobody(self, request: RequestView, role: Role) -> GatewayError:
+        """The error where there is no worker of ``role`` for ``request``."""
+        model = request.model
+        # A gateway to which nobody has come yet cannot say what exists.
+        if model is not None and len(self._fleet) and not self._fleet.knows_model(model):
+            return GatewayError("model_not_found", f"The model `{model[:_SHOWN]}` does not exist", param="model")
+        which = f" for model `{model[:_SHOWN]}`" if model is not None else ""
+        message = f"No {role.value} worker is available{which}{_among(request)}"
+        return GatewayError("no_available_workers", message, retry_after=_RETRY_AFTER)
+
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _among(self, within: frozenset[str] | None) -> Candidates:
+        return self._fleet if within is None else self._fleet.within(within)
 
     def _alike(
         self, request: RequestView, like: Worker, without: Collection[Worker], *, partner: bool = False
     ) -> tuple[Worker, ...]:
-        for workers in (self._fleet.usable, self._fleet.with_overloaded):
+        candidates = self._among(request.within)
+        for workers in (candidates.usable, candidates.with_overloaded):
             found = tuple(
                 worker
                 for worker in workers(like.role, request.model)
@@ -267,9 +292,9 @@ class Placer:
             raise NoRoomError(candidates[0].role)
         return ranked
 
-    def _pairs(self, model: str | None, without: Collection[Worker], like: Worker | None) -> Pairs:
+    def _pairs(self, request: RequestView, without: Collection[Worker], like: Worker | None) -> Pairs:
         """Those with the fewest overloaded workers among which there is one."""
-        pairs = self._fleet.pairs(model)
+        pairs = self._among(request.within).pairs(request.model)
         if pairs.wider is None or _has_pair(pairs, without, like):
             return pairs
         return pairs.wider()
@@ -316,7 +341,7 @@ class Placer:
         return pair
 
     def _no_pair(
-        self, pairs: Pairs, model: str | None, without: Collection[Worker], like: Worker | None
+        self, pairs: Pairs, request: RequestView, without: Collection[Worker], like: Worker | None
     ) -> GatewayError:
         if pairs.sheds:
             return _shed(Role.DECODE if pairs.usable_prefills else Role.PREFILL)
@@ -327,21 +352,17 @@ class Placer:
         ]
         decodes = [worker for worker in pairs.usable_decodes if worker not in without]
         if not prefills or not decodes:
-            return self._nobody(model, Role.DECODE if prefills else Role.PREFILL)
+            return self.nobody(request, Role.DECODE if prefills else Role.PREFILL)
         candidates = of_one_model(prefills, decodes)
         if why := why_none(candidates, pairs.mode):
-            return GatewayError("no_compatible_pd_pair", why)
-        message = "No prefill worker and decode worker that are available serve the same model"
+            return GatewayError("no_compatible_pd_pair", why + _among(request))
+        message = f"No prefill worker and decode worker that are available{_among(request)} serve the same model"
         return GatewayError("no_available_workers", message, retry_after=_RETRY_AFTER)
 
-    def _nobody(self, model: str | None, role: Role) -> GatewayError:
-        # A gateway to which nobody has come yet cannot say what exists.
-        if model is not None and len(self._fleet) and not self._fleet.knows_model(model):
-            return GatewayError("model_not_found", f"The model `{model[:_SHOWN]}` does not exist", param="model")
-        which = f" for model `{model[:_SHOWN]}`" if model is not None else ""
-        return GatewayError(
-            "no_available_workers", f"No {role.value} worker is available{which}", retry_after=_RETRY_AFTER
-        )
+
+def _among(request: RequestView) -> str:
+    """What to say of workers that ``request`` may not have, where it may not have all."""
+    return "" if request.within is None else _NAMED
 
 
 def _shed(role: Role) -> GatewayError:

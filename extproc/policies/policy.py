@@ -24,6 +24,10 @@ class RequestView(Protocol):
     def notes(self) -> dict[object, object]:
         """What a policy has worked out of the request, under a key of its own: it is asked more than once."""
 
+    @property
+    def within(self) -> frozenset[str] | None:
+        """The endpoints ("ip:port", see Worker) among which all its workers must be; None: any."""
+
     def prompt_tokens(self) -> int:
         """About how many tokens its prompts have, all together."""
 

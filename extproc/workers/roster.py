@@ -57,6 +57,13 @@ class Roster:
         """Which usable workers may be paired for ``model``, None for any; the same object until something changes."""
         return self._index.pairs(model)
 
+    def within(self, endpoints: frozenset[str]) -> Index:
+        """The workers that have one of these endpoints ("ip:port"), to be asked the same of as if there were no others.
+
+        The same object until something changes, for as many sets as may be in use.
+        """
+        return self._index.within(endpoints)
+
     # -- what the control API asks --------------------------------------------------------------------------------
 
     def __len__(self) -> int:

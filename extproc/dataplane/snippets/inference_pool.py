@@ -30,8 +30,8 @@ $ pd-extproc launch --no-envoy --egress direct --destination both --no-retry-rel
   sidecar, since such gateways show the picker answers, too.
 - Buffer limits, fail-over and retries are the gateway's own: it goes on to the next worker of the list only if it
   retries refused connections, and only with bodies that it keeps (1 MB by default).
-- Of the protocol it does not follow hints of a subset of endpoints (x-gateway-destination-endpoint-subset): the pool is
-  one set of workers.
+- Where the gateway names a subset of endpoints (x-gateway-destination-endpoint-subset), both workers are of that: it
+  must have some of both roles.
 - failureMode: FailClose makes it fail closed.
 """
 
