@@ -71,13 +71,13 @@ def compose_command() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def engine() -> Iterator[Engine]:
-    """A running engine. Raises UnavailableError."""
+def engine(*, on_disk: bool = False) -> Iterator[Engine]:
+    """A running engine; ``on_disk``: its images are too large for memory. Raises UnavailableError."""
     _require()
     directory = Path(tempfile.mkdtemp(prefix="pd-docker-"))
     try:
         with _network_put_back():
-            running = Engine(directory)
+            running = Engine(directory, on_disk=on_disk)
             try:
                 running.start()
                 yield running
@@ -90,8 +90,9 @@ def engine() -> Iterator[Engine]:
 class Engine:
     """One dockerd with all its files in ``directory``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, on_disk: bool = False) -> None:
         self.directory = directory
+        self._on_disk = on_disk
         self.context = directory / "context"  # a copy of what images are built of, and of the compose files
         self.host = f"unix://{directory}/docker.sock"
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,7 +108,7 @@ class Engine:
         """Start it and wait until it answers. Raises UnavailableError."""
         data = self.directory / "data"
         data.mkdir()
-        place = str(data) if _spare_memory() > _MEMORY else "disk"
+        place = "disk" if self._on_disk or _spare_memory() <= _MEMORY else str(data)
         arguments = ["--bridge", "none", "--data-root", str(data), "--exec-root"]
         arguments += [f"{self.directory}/exec", "--pidfile", f"{self.directory}/pid", "--host", self.host]
         unshare = shutil.which("unshare")
@@ -163,20 +164,25 @@ class Engine:
         if not cache:
             kept.unlink()
 
+    def copy_context(self) -> None:
+        """Have ``context``, with what this machine trusts: a proxy's CA is among it."""
+        context = self.context
+        if context.exists():
+            return
+        context.mkdir()
+        for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, context / name)
+        for name in ("image", "extproc", "compose", "integration/engines"):
+            shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__", "*.crt"))
+        if _CERTIFICATES.exists():
+            shutil.copy(_CERTIFICATES, context / "image" / "machine.crt")
+
     def build(self, tag: str, target: str) -> Any:
         """An image of the Dockerfile's ``target``. Raises UnavailableError where the packages cannot be fetched."""
-        context = self.context
-        if not context.exists():
-            context.mkdir()
-            for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md"):
-                shutil.copy(ROOT / name, context / name)
-            for name in ("image", "extproc", "compose", "integration/engines"):
-                shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__", "*.crt"))
-            if _CERTIFICATES.exists():  # what this machine trusts, a proxy's CA among it
-                shutil.copy(_CERTIFICATES, context / "image" / "machine.crt")
+        self.copy_context()
         try:
             image, _ = self.client.images.build(
-                path=str(context),
+                path=str(self.context),
                 tag=tag,
                 target=target,
                 network_mode="host",

@@ -44,9 +44,9 @@ def ask(address: tuple[str, int], method: str, path: str, body: object = None, k
         connection.close()
 
 
-def until(condition: Callable[[], _T], what: str) -> _T:
-    """Wait until ``condition`` is true, or fail after ``PATIENCE``; its value. Errors of connections are 'not yet'."""
-    deadline = time.monotonic() + PATIENCE
+def until(condition: Callable[[], _T], what: str, patience: float = PATIENCE) -> _T:
+    """Wait until ``condition`` is true, or fail after ``patience`` (s); its value. Errors of connections are 'not yet'."""
+    deadline = time.monotonic() + patience
     last: object = None
     while time.monotonic() < deadline:
         try:
@@ -59,10 +59,15 @@ def until(condition: Callable[[], _T], what: str) -> _T:
 
 
 class Stack:
-    """One project of the compose file, with our image's Envoy in place of the official one."""
+    """One project of the compose file, with our image's Envoy in place of the official one.
 
-    def __init__(self, engine: Engine) -> None:
+    ``overlays`` are files laid over it, ``variables`` are added to the environment.
+    """
+
+    def __init__(self, engine: Engine, *overlays: str, **variables: str) -> None:
         self.engine = engine
+        self._files = [word for file in (FILE, *overlays) for word in ("--file", file)]
+        self._variables = variables
         self.project = f"pdtest{os.getpid()}"
         self.address = ("127.0.0.1", 0)
 
@@ -83,12 +88,13 @@ class Stack:
             "PD_EXTPROC_POLICY": "round_robin",
             "MODEL": "a-model",  # overlays insist on it
             "TOKENSPEED_IMAGE": "an-image",
+            **self._variables,
         }
 
     def compose(self, *arguments: str, timeout: float = 180) -> str:
         """Run docker compose; what it printed."""
         done = subprocess.run(
-            [*compose_command(), "--file", FILE, *arguments],
+            [*compose_command(), *self._files, *arguments],
             cwd=self.engine.context,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -100,11 +106,11 @@ class Stack:
         assert done.returncode == 0, f"docker compose {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def up(self) -> None:
-        """Start everything and wait until the workers can serve."""
+    def up(self, workers: int = 4, patience: float = PATIENCE) -> None:
+        """Start everything and wait until so many workers can serve."""
         self.compose("up", "--detach", "--no-build")
         self.find()
-        until(lambda: self.ready["healthy_workers"] == 4, "not all workers are ready")
+        until(lambda: self.ready["healthy_workers"] == workers, "not all workers are ready", patience)
 
     def scale(self, service: str, count: int) -> None:
         """Have so many containers of a service."""
