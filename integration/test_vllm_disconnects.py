@@ -59,6 +59,26 @@ async def test_while_the_prefill_works(product: VllmProduct, kind, leave):
 
 @LEAVES
 @FEW
+async def test_as_the_prefill_ends(product: VllmProduct, kind, leave):
+    """What is done, and whose answer does not get out, nobody can name: that stays for the engine's own time, alone."""
+    if not product.way.in_turn:
+        pytest.skip("such a prefill is let finish")
+    once(product.prefills, Fault(delay_head=60), times=parts_of(kind))
+    exchange = await product.client.open(*KINDS[kind])
+    prefill = await product.busy(product.prefills)
+    await soon(lambda: len(prefill.pins) == parts_of(kind), "the prefill was never done")
+    left = leave(exchange)
+    await product.records.until(lambda: product.gateway.alive == 0)
+    await soon(lambda: all(leg.ended is not None for leg in of_all(product.prefills)), "the prefill leg goes on")
+    see_prompt_ends(of_all(product.prefills), left)
+    assert len(prefill.pins) == parts_of(kind)
+    prefill.engine.pins.clear()  # as its lease does
+    await product.settled()
+    assert not any(mock.legs for mock in product.decodes)
+
+
+@LEAVES
+@FEW
 async def test_between_the_legs(product: VllmProduct, kind, leave):
     """The prefill's answer is out, and pins blocks; the decode worker has yet to see the request."""
     if not product.way.in_turn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -32,8 +33,20 @@ from vllm_cases import (
     RESPONSES_PATH,
     generate,
 )
-from vllm_rig import Pair, decoding, fresh, held, loaded, register, seconds_until_idle, taken_in, unloaded, used
-from vllm_servers import VllmServer
+from vllm_rig import (
+    Pair,
+    decoding,
+    fresh,
+    held,
+    loaded,
+    register,
+    seconds_until_idle,
+    taken_in,
+    unloaded,
+    used,
+    workers,
+)
+from vllm_servers import BLOCK_SIZE, VllmServer
 
 pytestmark = [
     pytest.mark.engines,
@@ -169,13 +182,21 @@ async def test_a_prefill_that_refuses_holds_nothing(
 
 # Each prompt has more blocks than may be left.
 LONG: Body = {"messages": [{"role": "user", "content": fresh(100)}]}
+MANY_TOKENS = 1400  # so that none is done before the last has begun
 LEFT: dict[str, tuple[str, Body]] = {
-    "chat": (CHAT_PATH, {**CHAT, **GREEDY, **LONG, "max_tokens": 900}),
-    "chat_n2": (CHAT_PATH, {**CHAT, **LONG, "temperature": 1, "ignore_eos": True, "n": 2, "max_tokens": 900}),
-    "list": (COMPLETIONS_PATH, {**LIST, **GREEDY, "prompt": [fresh(100) for _ in range(SPARE)], "max_tokens": 500}),
-    "messages": (MESSAGES_PATH, {**MESSAGES, **LONG, "max_tokens": 900}),
-    "responses": (RESPONSES_PATH, {**RESPONSES, "input": fresh(100), "max_output_tokens": 900, "ignore_eos": True}),
+    "chat": (CHAT_PATH, {**CHAT, **GREEDY, **LONG, "max_tokens": MANY_TOKENS}),
+    "chat_n2": (CHAT_PATH, {**CHAT, **LONG, "temperature": 1, "ignore_eos": True, "n": 2, "max_tokens": MANY_TOKENS}),
+    "list": (
+        COMPLETIONS_PATH,
+        {**LIST, **GREEDY, "prompt": [fresh(100) for _ in range(SPARE)], "max_tokens": MANY_TOKENS},
+    ),
+    "messages": (MESSAGES_PATH, {**MESSAGES, **LONG, "max_tokens": MANY_TOKENS}),
+    "responses": (
+        RESPONSES_PATH,
+        {**RESPONSES, "input": fresh(100), "max_output_tokens": MANY_TOKENS, "ignore_eos": True},
+    ),
 }
+SEQUENCES = {"list": SPARE, "chat_n2": 2}  # of those that have several
 
 
 @contextlib.asynccontextmanager
@@ -201,7 +222,7 @@ async def test_a_client_that_leaves_while_tokens_come(
 ) -> None:
     path, body = LEFT[name]
     request = asyncio.create_task(post(client, pair.url, path, {**body, "stream": stream}))
-    await decoding(client, pair.decode)
+    await decoding(client, pair.decode, SEQUENCES.get(name, 1))
     await leave(request)
 
 
@@ -231,14 +252,37 @@ async def test_a_client_that_leaves_before_the_decode_has_fetched(
         await leave(request)
 
 
+async def test_clients_that_leave_as_their_prefills_end(pair: Pair, client: aiohttp.ClientSession) -> None:
+    """A NIXL prefill that is done as it is ended keeps its prompt for the lease, with or without a gateway.
+
+    Nothing is kept of a request that has got to its decode. See docs/vllm-facts.md, "Who frees what".
+    """
+    if pair.connector != "nixl":
+        pytest.skip("a Mooncake prefill is let finish")
+    path, body = LEFT["chat"]
+    for moment in range(12):
+        body = {**body, "messages": [{"role": "user", "content": fresh(100)}]}
+        async with client.post(f"{pair.prefill.url}/tokenize", json={"messages": body["messages"]}) as response:
+            blocks = math.ceil((await response.json())["count"] / BLOCK_SIZE)
+        request = asyncio.create_task(post(client, pair.url, path, body))
+        await asyncio.sleep(0.03 * moment)  # a prefill takes 0.1 to 0.4 s here
+        handed = (await workers(client, pair.url))[pair.decode.url]["load"] > 0
+        await leave(request)
+        assert await seconds_until_idle(client, pair.prefill, spare=0 if handed else blocks) < AT_ONCE
+        await leases_over(pair, client)
+
+
 async def test_many_clients_that_leave_are_in_nobodys_way(
     pair: Pair, aggregated: VllmServer, client: aiohttp.ClientSession
 ) -> None:
-    """A Mooncake prefill that was asked in vain 20 times would serve nobody any more: see docs/vllm-facts.md."""
+    """A Mooncake prefill that was asked in vain 20 times would serve nobody any more: see docs/vllm-facts.md.
+
+    All are at work on the decode when they leave: where a prefill is done as it is ended, NIXL may keep blocks.
+    """
     path, body = LEFT["chat"]
     for _ in range(3):
         requests = [asyncio.create_task(post(client, pair.url, path, body)) for _ in range(8)]
-        await decoding(client, pair.decode)
+        await decoding(client, pair.decode, len(requests))
         await asyncio.sleep(1.5)  # for the gateway to be sure that the decode has them
         await asyncio.gather(*map(leave, requests))
         assert await seconds_until_idle(client, pair.decode) < AT_ONCE

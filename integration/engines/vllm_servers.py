@@ -16,12 +16,13 @@ from servers import MODEL, MODEL_DIRECTORY, Server, free_port
 
 CONNECTORS = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
 BLOCKS = 1024
+BLOCK_SIZE = 32  # tokens; the CPU wants a multiple of 32
 PUBLISHED_BLOCKS = 100  # more than the longest prompt, 2048 tokens
 PREFILL_CONTEXT = 1024  # tokens
 COMMON = (
     *("--served-model-name", MODEL, "--host", "127.0.0.1"),
     *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"),
-    *("--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS)),  # the CPU wants multiples of 32
+    *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS)),
     *("--enforce-eager", "--distributed-executor-backend", "uni"),
     "--enable-scale-out",  # /inference/v1/generate
 )
