@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from extproc.mock.faults import Fault, Faults, Rule
 from extproc.mock.recorder import Record, Recorder
 
-PATIENCE = 5.0  # seconds that the waiting methods wait by default
+PATIENCE = 60.0  # seconds that the waiting methods wait by default: machines that run tests may be busy
 
 
 class Observed(ABC):
