@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -43,6 +45,23 @@ async def opened(product: Product, number: int, body: object = CHAT) -> Exchange
 
 def queued(product: Product) -> int:
     return product.gateway.gate.queued + sum(product.gateway.legs.queued.values())
+
+
+async def until_queued(product: Product, count: int) -> None:
+    await soon(lambda: queued(product) == count, "they do not wait")
+
+
+@contextmanager
+def held(mocks: Iterable[SglangMock]) -> Iterator[None]:
+    """Have the engines of these workers stand still meanwhile: no leg that they have comes to its end."""
+    engines = [mock.engine for mock in mocks]
+    for engine in engines:
+        engine.hang(0)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.revive(0)
 
 
 async def answers(exchanges: list[Exchange]) -> list[Reply]:
@@ -89,13 +108,15 @@ async def test_a_storm_of_ten_times_what_fits(engines: type[Product], where: str
         for mock in product.prefills:
             mock.fail(Fault(delay_first_token=0.1))
         peak = Peak(product)
-        exchanges = [await opened(product, number) for number in range(count)]
+        with held(product.prefills):
+            exchanges = [await opened(product, number) for number in range(count)]
+            await until_queued(product, count - AT_ONCE)
         replies = await answers(exchanges)
         await product.settled()
         await peak.end()
         assert [reply.status for reply in replies] == [200] * count
         assert sent_in_order(product.records.all) == [f"r{number}" for number in range(count)]
-        assert sum(record.queued > 0 for record in product.records.all) > count // 4
+        assert sum(record.queued > 0 for record in product.records.all) == count - AT_ONCE
         assert peak.slots <= AT_ONCE or where == "prefill"
         assert peak.legs <= (LEGS if where == "prefill" else AT_ONCE)
         assert (product.gateway.gate.in_flight, queued(product)) == (0, 0)
@@ -117,14 +138,20 @@ async def test_a_storm_in_which_every_third_client_leaves_while_it_waits(engines
             mock.fail(Fault(delay_first_token=0.1))
         peak = Peak(product)
         stay, left = [], set()
-        for number in range(count):
-            exchange = await opened(product, number)
-            if number % 3 == 2 and queued(product):
-                exchange.reset()
-                left.add(f"r{number}")
-            else:
-                stay.append(exchange)
+
+        async def come(numbers: range) -> None:
+            for number in numbers:
+                exchange = await opened(product, number)
+                if number % 3 == 2 and queued(product):
+                    exchange.reset()
+                    left.add(f"r{number}")
+                else:
+                    stay.append(exchange)
+
+        with held(product.prefills):
+            await come(range(count // 2))
         assert left
+        await come(range(count // 2, count))  # while others are let in
         replies = await answers(stay)
         await product.settled()
         await peak.end()
@@ -180,8 +207,10 @@ async def test_every_refusal_says_when_to_come_again(engines: type[Product], whi
         if which.startswith("decode"):
             for mock in product.decodes:
                 product.worker(mock).limit = 1
-        product.prefill.fail(Fault(delay_first_token=1.0))
-        replies = await answers([await opened(product, number) for number in range(10)])
+        with held(product.prefills):
+            exchanges = [await opened(product, number) for number in range(10)]
+            await product.records.until(lambda: bool(product.records.all))  # one that was turned away
+        replies = await answers(exchanges)
         refused = [reply for reply in replies if reply.status != 200]
         assert refused
         assert len(refused) < len(replies)
@@ -221,7 +250,7 @@ async def test_clients_that_leave_while_they_wait():
         size = 30_000_000
         head = product.client.request_head("POST", PATH, [("content-length", str(size))])
         sending = asyncio.create_task(huge.send(head + b"x" * size))
-        await soon(lambda: queued(product) == 3, "they do not wait")
+        await until_queued(product, 3)
         waiting = [mortal for mortal in product.gateway._alive if getattr(mortal, "_waiter", None) is not None]
         await soon(lambda: any(session._paused for session in waiting), "the huge one is not held back")
         await asyncio.sleep(0.3)  # in which all would have come, were it not for that
@@ -245,7 +274,7 @@ async def test_a_large_body_that_waited_comes_whole():
         first = await opened(product, 0)
         body = json.dumps({**CHAT, "padding": "x" * 20_000_000}).encode()
         waiting = asyncio.create_task(product.client.post(PATH, body))
-        await soon(lambda: queued(product) == 1, "it does not wait")
+        await until_queued(product, 1)
         product.prefill.behave()
         first.close()
         answer = await waiting
@@ -282,13 +311,13 @@ async def test_a_gateway_that_stops_turns_those_away_that_wait(engines: type[Pro
     async with engines(shutdown_grace_period_secs=60, **settings) as product:
         if where == "decode":
             product.worker(product.decode).limit = 1
-        product.prefill.fail(Fault(delay_first_token=0.5))
-        first, *others = [await opened(product, number) for number in range(4)]
-        await soon(lambda: queued(product) == 3, "they do not wait")
-        product.service.stop(settle=True)
-        for reply in await answers(others):
-            assert (reply.status, reply.header("x-pd-error-code")) == (503, "draining")
-            assert reply.header("retry-after") == "1"
+        with held(product.prefills):
+            first, *others = [await opened(product, number) for number in range(4)]
+            await until_queued(product, 3)
+            product.service.stop(settle=True)
+            for reply in await answers(others):
+                assert (reply.status, reply.header("x-pd-error-code")) == (503, "draining")
+                assert reply.header("retry-after") == "1"
         (served,) = await answers([first])
         assert served.status == 200
         assert len(product.prefill.legs) == 1
@@ -298,8 +327,10 @@ async def test_a_prefill_that_dies_while_others_wait():
     async with Product(prefills=2, prefill_max_inflight_requests_per_worker=1) as product:
         for mock in product.prefills:
             mock.fail(Fault(delay_first_token=0.05))
-        exchanges = [await opened(product, number) for number in range(12)]
-        await product.prefills[0].refuse()
+        with held(product.prefills):
+            exchanges = [await opened(product, number) for number in range(12)]
+            await until_queued(product, 10)
+            await product.prefills[0].refuse()
         replies = await answers(exchanges)
         assert [reply.status for reply in replies] == [200] * 12
         await product.records.until(lambda: product.gateway.alive == 0)
@@ -318,9 +349,12 @@ async def test_requests_wait_for_a_decode_that_runs_as_many_as_it_can():
     async with Product(decodes=0, disable_load_monitoring=True) as product, SglangMock("decode") as decode:
         await product.add(decode, labels={"max_running_requests": "1"})
         await product.ready()
-        exchanges = [await opened(product, number) for number in range(8)]
-        worker = product.worker(decode)
-        assert (worker.limit, worker.load) == (1, 1)
+        with held([decode]):
+            exchanges = [await opened(product, number) for number in range(8)]
+            await until_queued(product, 7)
+            worker = product.worker(decode)
+            assert (worker.limit, worker.load) == (1, 1)
+            assert product.gateway.legs.queued[Role.DECODE] == 7
         replies = await answers(exchanges)
         assert [reply.status for reply in replies] == [200] * 8
         await product.records.until(lambda: product.gateway.alive == 0)

@@ -11,7 +11,7 @@ import pytest_asyncio
 from product import Product
 from vllm_product import VllmProduct
 
-from extproc.mock.engine import Pace
+from extproc.mock import Fault, Point
 from extproc.workers.registration import as_registration
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -126,7 +126,7 @@ async def test_a_worker_is_changed_while_it_answers(product: Product) -> None:
 
 async def test_an_answer_under_way_outlives_its_workers_registration(product: Product) -> None:
     decode = product.decodes[0]
-    decode.pace = Pace(token=0.01, tokens=40)
+    decode.fail(Fault(hang=Point.MID_BODY, tokens=40))
     chat = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
     exchange = await product.client.open("/v1/chat/completions", chat)
     await exchange.head()
@@ -135,8 +135,8 @@ async def test_an_answer_under_way_outlives_its_workers_registration(product: Pr
         body = as_registration(product.service.registry.spec(worker)) | {"priority": 7}
         assert (await product.client.put(f"/workers/{worker.id}", body)).status == 202
         assert product.service.registry.get(worker.id) is worker
+    decode.go_on()
     reply = await exchange.whole()
-    decode.pace = Pace()
     assert reply.events[-1] == "[DONE]"
     assert len(reply.events) > 40
     await product.ready()

@@ -149,9 +149,7 @@ async def test_one_samples_refusal_ends_all(product: Product, kind):
 
 @pytest.mark.parametrize("kind", ALL)
 async def test_a_decode_that_breaks_before_its_head(product: Product, kind):
-    for mock in product.decodes:
-        mock.fail(Fault(status=200, drop=Point.BEFORE_HEAD))
-    answer = await product.post(*ALL[kind])
+    answer = await _failed(product, kind, Fault(status=200, drop=Point.BEFORE_HEAD))
     assert (answer.status, answer.code) == (502, "decode_connection_lost")
     assert answer.seconds < PROMPT
     await _prefills_end(product, answer)
@@ -159,19 +157,16 @@ async def test_a_decode_that_breaks_before_its_head(product: Product, kind):
     assert len(legs) == len([leg for mock in product.prefills for leg in mock.legs]), "a leg was sent twice"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(drop=Point.MID_BODY, delay_token=0.03, after_chunks=4),
-        Fault(truncate=True, delay_token=0.03, after_chunks=4),
-    ],
-    ids=["reset", "closed"],
-)
+@pytest.mark.parametrize("fault", [Fault(drop=Point.MID_BODY), Fault(truncate=True)], ids=["reset", "closed"])
 @pytest.mark.parametrize("kind", [kind for kind in DIRECT if kind in STREAMS])
 async def test_a_direct_stream_that_breaks_is_cut(product: Product, http2: Http2Client, kind, fault):
     for mock in product.decodes:
-        mock.fail(replace(fault, delay_token=0.03, after_chunks=4))
+        mock.fail(replace(fault, hang=Point.MID_BODY, after_chunks=4))
     stream = http2.post(*ALL[kind])
+    while stream.reply.body.count(b"data: ") < 4:
+        await stream.progress()
+    for mock in product.decodes:
+        mock.go_on()
     received = await stream.cut()
     assert stream.reply.status == 200
     assert received.count(b"data: ") >= 4
@@ -207,8 +202,12 @@ async def test_a_relayed_answer_that_breaks_is_an_error(product: Product, kind, 
 @pytest.mark.parametrize("kind", [kind for kind in RELAYED if kind in STREAMS])
 async def test_a_relayed_stream_that_breaks_gets_an_error_event(product: Product, kind, fault):
     for mock in product.decodes:
-        mock.fail(replace(fault, delay_token=0.03, after_chunks=4))
-    answer = await product.post(*ALL[kind])
+        mock.fail(replace(fault, hang=Point.MID_BODY, after_chunks=4))
+    exchange = await product.client.open(*ALL[kind])
+    await exchange.until(b"data: ")
+    for mock in product.decodes:
+        mock.go_on()
+    answer = await exchange.whole()
     assert answer.status == 200
     *told, error, done = answer.events
     assert told
@@ -242,9 +241,7 @@ async def test_no_leg_is_sent_twice_to_a_worker(product: Product):
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "messages"])
 async def test_the_prefill_leg_is_ended_by_name(product: Product, kind):
-    for mock in product.decodes:
-        mock.fail(Fault(status=500))
-    answer = await product.post(*ALL[kind])
+    answer = await _failed(product, kind, Fault(status=500))
     named = set()
     aborts = []
     for mock in product.prefills:
@@ -257,13 +254,25 @@ async def test_the_prefill_leg_is_ended_by_name(product: Product, kind):
 
 async def test_a_clients_own_name_is_not_used_to_end_legs(product: Product):
     """It may be another request's as well."""
-    for mock in product.decodes:
-        mock.fail(Fault(status=500))
-    answer = await product.post("/v1/chat/completions", {**CHAT, "rid": "mine"})
+    answer = await _failed(product, "chat", Fault(status=500), rid="mine")
     await _prefills_end(product, answer)
     (leg,) = [leg for mock in product.prefills for leg in mock.legs]
     assert leg.outcome is Outcome.CLIENT_CLOSED
     assert not [record for mock in product.mocks for record in mock.requests if record.path == "/abort_request"]
+
+
+async def _failed(product: Product, kind: str, fault: Fault, **more: object) -> Reply:
+    """The answer to a request whose decode fails when all legs have come; its time counts from then."""
+    for mock in product.decodes:
+        mock.fail(replace(fault, hang=Point.BEFORE_HEAD))
+    path, body = ALL[kind]
+    exchange = await product.client.open(path, body | more)
+    legs = 2 * body.get("n", 1)
+    await soon(lambda: sum(leg.received is not None for mock in product.mocks for leg in mock.legs) == legs, "no legs")
+    for mock in product.decodes:
+        mock.go_on()
+    exchange.sent()
+    return await exchange.whole()
 
 
 async def _prefills_end(product: Product, answer: Reply) -> None:

@@ -157,12 +157,15 @@ async def test_after_not_reading_for_a_while(product: Product, kind, leave):
 async def test_one_of_many_on_an_http2_connection(product: Product, http2: Http2Client):
     """The others go on."""
     for mock in product.decodes:
-        mock.fail(Fault(delay_token=0.01, tokens=40))
+        mock.fail(Fault(hang=Point.MID_BODY, tokens=40))
     path, body = REQUESTS["chat stream"]
     streams = [http2.post(path, {**body, "rid": f"r{number}"}) for number in range(6)]
     for stream in streams:
         await stream.until(b"data: ")
     left = {f"r{number}": streams[number].reset() for number in (1, 4)}
+    await soon(lambda: sum(len(mock.live) for mock in product.decodes) == 4, "those that left have not ended")
+    for mock in product.decodes:
+        mock.go_on()
     answers = [await streams[number].whole() for number in (0, 2, 3, 5)]
     assert all(answer.events[-1] == "[DONE]" for answer in answers)
     for mock in product.decodes:
@@ -177,8 +180,9 @@ async def test_one_of_many_on_an_http2_connection(product: Product, http2: Http2
 async def test_many_at_once(product: Product, count):
     product.prefill.fail(Fault(delay_first_token=60))
     kinds = list(REQUESTS.values())
-    exchanges = [await product.client.open(*kinds[number % len(kinds)]) for number in range(count)]
-    await product.prefill.received(count)
+    asked = [kinds[number % len(kinds)] for number in range(count)]
+    exchanges = [await product.client.open(*request) for request in asked]
+    await product.prefill.received(sum(body.get("n", 1) for _, body in asked))
     for number, exchange in enumerate(exchanges):
         LEAVE["reset" if number % 2 else "close"](exchange)
     await product.settled()

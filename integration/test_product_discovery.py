@@ -11,7 +11,7 @@ import pytest_asyncio
 import yaml
 from product import Product, soon
 
-from extproc.mock import Fault, SglangMock
+from extproc.mock import Fault, Point, SglangMock
 from extproc.mock.vllm.worker import NIXL, VllmMock
 from extproc.workers.worker import Status, Worker
 from tests.kube_api import KubeApi, pod
@@ -108,7 +108,7 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
 
         # A pod is to end while it writes: it writes to the end, and nobody else is sent there.
         for mock in (first, second):
-            mock.fail(Fault(delay_token=0.05, tokens=100))
+            mock.fail(Fault(hang=Point.MID_BODY, tokens=100))
         exchange = await product.client.open(PATH, chat(stream=True))
         head = await exchange.head()
         assert head.status == 200
@@ -123,6 +123,7 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
             assert (await product.post(PATH, chat())).status == 200
         assert (len(busy.legs), len(other.legs)) == (1, 4)
         assert worker in product.service.registry, "its request is still under way"
+        busy.go_on()
         whole = await exchange.whole()
         assert whole.body.count(b"data: ") > 100
         assert whole.body.endswith(b"data: [DONE]\n\n")

@@ -18,9 +18,10 @@ import pytest
 import pytest_asyncio
 from http_client import Client, CutError, Exchange
 from processes import Gateway, Programs, children_of, free_port, is_alive, run
+from product import soon
 
 from extproc.dataplane.process import find_envoy
-from extproc.mock import Fault, SglangMock
+from extproc.mock import Fault, Point, SglangMock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -154,7 +155,8 @@ async def test_one_log_line_per_request(programs: Programs, workers: Workers):
 async def test_metrics(programs: Programs, workers: Workers):
     gateway = await programs.gateway("configured")
     workers.prefill.fail(Fault(status=500))
-    await gateway.client.post(PATH, CHAT, [KEY])
+    await gateway.client.post(PATH, CHAT, [KEY, ("x-my-id", "counted")])
+    await gateway.said("request", request_id="counted")  # both are done when a request is over
     client = Client("127.0.0.1", gateway.metrics_port)
     page = (await client.get("/metrics")).body.decode()
     await client.close()
@@ -181,13 +183,14 @@ async def test_a_run_directory_that_is_in_use(programs: Programs):
 
 
 async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new(programs: Programs, workers: Workers):
-    workers.decode.fail(Fault(delay_token=0.05, tokens=20))
+    workers.decode.fail(Fault(hang=Point.MID_BODY, tokens=20))
     gateway = await programs.gateway("sigterm")
     waiting = await gateway.client.connect()  # an idle connection from before
     exchange = await _streaming(gateway)
     gateway.signal(signal.SIGTERM)
     await gateway.said("stopping")
     await _refused(gateway.client, waiting)
+    workers.decode.go_on()
     assert (await exchange.whole()).events[-1] == "[DONE]"
     assert await gateway.ended() == 0
     assert _is_gone(gateway.run_dir)
@@ -371,7 +374,7 @@ async def test_the_demo_ends_quietly_when_nobody_reads_any_more():
         os.close(reading)
     _, error = await asyncio.wait_for(process.communicate(), 60)
     assert (process.returncode, error.decode()) == (141, "")
-    assert not [pid for pid in started if is_alive(pid)]
+    await soon(lambda: not any(map(is_alive, started)), "processes are left")
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

@@ -330,11 +330,16 @@ async def test_the_log_record_says_the_same(product: Product):
 
 
 async def test_connections_to_workers_are_kept_and_reused(product: Product):
-    await product.post(*DIRECT)
-    await product.post(*DIRECT)  # the other decode worker's turn
+    async def ask() -> None:
+        """And wait until both legs are over: until then they have their connections."""
+        await product.post(*DIRECT)
+        await product.settled()
+
+    await ask()
+    await ask()  # the other decode worker's turn
     before = await _connections(product)
     for _ in range(10):
-        await product.post(*DIRECT)
+        await ask()
     assert await _connections(product) == before
 
 

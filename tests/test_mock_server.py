@@ -337,6 +337,30 @@ async def test_hang_until_the_client_leaves(dial: Dial, mock: SglangMock, point:
     assert record.outcome is Outcome.CLIENT_CLOSED
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("point", [Point.BEFORE_HEAD, Point.AFTER_HEAD, Point.MID_BODY])
+async def test_what_hangs_goes_on_when_it_is_told_to(
+    dial: Dial, mock: SglangMock, point: Point, *, stream: bool
+) -> None:
+    body = {**BODY, "stream": stream}
+    whole = await ask(mock, CHAT, body)
+    mock.fail(Fault(hang=point))
+    call = await dial(mock)
+    for count in (2, 3):
+        mock.go_on()  # which is nothing to what comes later
+        call.send("POST", CHAT, body)
+        await mock.received(count)
+        answer = None if point is Point.BEFORE_HEAD else await call.head()
+        assert mock.legs[-1].outcome is Outcome.LIVE
+        mock.go_on()
+        answer = answer or await call.head()
+        await call._read_body(answer)
+        assert answer.complete
+        assert len(answer.chunks) == len(whole.chunks) or not stream
+        await mock.idle()
+        assert mock.legs[-1].outcome is Outcome.COMPLETED
+
+
 async def test_slow_upload(mock: SglangMock) -> None:
     mock.fail(Fault(upload_rate=10_000_000))
     body = {**BODY, "messages": [{"role": "user", "content": "x" * 300_000}]}
