@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +21,26 @@ from product import soon
 PATIENCE = 120.0  # seconds; starting Python and Envoy on a busy machine takes some
 
 
+def _outside() -> Iterator[int]:
+    """Ports that the system gives to nobody who takes any, in turn from anywhere on; 0 where it gives nearly all."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(end // 2, end) if end > 10_000 else range(1)
+    start = random.randrange(len(ports))
+    return itertools.cycle([*ports[start:], *ports[:start]])
+
+
+_ports = _outside()
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on, for programs that cannot say which they took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on, for programs that cannot say which they took.
+
+    It may take the program a while to start: nobody who takes any port, as most do here, must get this one meanwhile.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", next(_ports)))
+            return int(probe.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:
