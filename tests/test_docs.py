@@ -29,6 +29,7 @@ from extproc.errors import CATALOGUE, GatewayError
 from extproc.exchange.attempts import is_transient
 from extproc.exchange.clock import (
     ABORT_SECONDS,
+    ENDED_HEAD_SECONDS,
     HEAD_SECONDS,
     LEFTOVER_SECONDS,
     LINGER_SECONDS,
@@ -138,7 +139,7 @@ def test_times_and_limits_are_the_codes():
     assert f"(vLLM, Mooncake) {vllm.HOLD_SECONDS:g} s" in timeouts
     assert f"that nobody wants any more (Mooncake) {LEFTOVER_SECONDS:g} s" in timeouts
     assert f"{LINGER_SECONDS * 1000:g} ms" in timeouts
-    assert f"before another answer is begun {HEAD_SECONDS * 1000:g} ms" in timeouts
+    assert f"before another answer is begun {HEAD_SECONDS * 1000:g} ms; {ENDED_HEAD_SECONDS:g} s" in timeouts
     assert f"abort request to a worker, and the like {ABORT_SECONDS:g} s" in timeouts
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts

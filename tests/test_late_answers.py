@@ -8,7 +8,7 @@ from fakes import LateCall, Rig, mooncake, nixl, released
 from extproc.errors import GatewayError
 from extproc.exchange import wire
 from extproc.exchange.attempts import RetryPolicy
-from extproc.exchange.clock import CLOSING_SECONDS, HEAD_SECONDS, SECOND_CALL_SECONDS
+from extproc.exchange.clock import CLOSING_SECONDS, ENDED_HEAD_SECONDS, HEAD_SECONDS, SECOND_CALL_SECONDS
 from extproc.transport.interface import Lost
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Say hi"}]}
@@ -60,7 +60,7 @@ def lost(rig, body=CHAT, *, asked=False, path=PATH):
     prefill(rig).answer(500, b"kaputt")
     if not asked:
         assert client.call.take() == []  # a head may still come, which would cross what we say
-        rig.clock.advance(HEAD_SECONDS)
+        rig.clock.advance(ENDED_HEAD_SECONDS)
     return client
 
 
@@ -93,6 +93,25 @@ def test_before_a_head_envoy_is_given_the_error_to_wake_the_second_call(rig):
     end(rig, client, second)
 
 
+def test_a_decode_that_was_told_to_end_has_longer_for_its_head():
+    """It will answer, and late on a busy machine: our word must not cross it."""
+    rig = Rig(retry=STEADY)
+    client = rig.post(PATH, CHAT)
+    released(client)
+    leg = prefill(rig)
+    leg.answer(500, b"kaputt")
+    assert ("decode", leg.json["rid"]) in rig.egress.aborts
+    rig.clock.advance(max(10 * HEAD_SECONDS, STEADY.initial))
+    assert client.call.take() == []
+    client.decode_head(400, WORKER)
+    second = client.late(WORKER)
+    _, leg = again(rig)
+    leg.answer(body=b"all of it")
+    headers, body, ended = second.answer()
+    assert (headers[":status"], body, ended) == ("200", b"all of it", True)
+    end(rig, client, second)
+
+
 def test_another_attempt_names_the_response_anew():
     """The decode may still have the first one, and takes no name twice."""
     rig = Rig(retry=STEADY)
@@ -120,7 +139,7 @@ def test_an_error_without_a_body_still_has_one_to_be_replaced():
     client = rig.post(PATH, CHAT)
     released(client)
     prefill(rig).answer(429, b"")
-    rig.clock.advance(HEAD_SECONDS)
+    rig.clock.advance(ENDED_HEAD_SECONDS)
     (message,) = client.call.take()
     assert message.immediate_response.body == b" "
 
@@ -142,7 +161,7 @@ def test_no_two_requests_have_the_same_second_call(rig):
         client = rig.post(PATH, CHAT, headers=[("x-request-id", "same")])
         client.call.take()
         rig.egress.out_at("prefill")[-1].answer(500)
-        rig.clock.advance(HEAD_SECONDS)
+        rig.clock.advance(ENDED_HEAD_SECONDS)
         names.add(client.late().found["x-pd-late"])
     assert len(names) == 2
 
@@ -251,7 +270,7 @@ def test_the_first_attempt_holds_nothing_while_the_second_is_paused():
     client = lost(rig)
     assert [w.load for w in rig.workers] == [0, 0, 0, 0]
     second = opened(client)
-    rig.clock.advance(4.5)
+    rig.clock.advance(3.5)
     assert rig.egress.out == []
     rig.clock.advance(1)
     loads = [w.load for w in rig.workers]

@@ -10,7 +10,7 @@ from rpc_rig import Answer, Letters, RpcRig, ids, rpc_worker
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import RetryPolicy
-from extproc.exchange.clock import FIRST_TOKEN_SECONDS, HEAD_SECONDS, PREFILL_WORD_SECONDS, SECOND_CALL_SECONDS
+from extproc.exchange.clock import ENDED_HEAD_SECONDS, FIRST_TOKEN_SECONDS, PREFILL_WORD_SECONDS, SECOND_CALL_SECONDS
 from extproc.exchange.rpc_direct import RpcDirectCourse
 from extproc.exchange.rpc_reply import RpcReply
 from extproc.handoff.sglang import HOLD_SECONDS
@@ -179,7 +179,7 @@ def test_a_prefill_that_fails_before_the_decodes_head_is_replaced(rig):
     released(client)
     (first,) = rig.prefills
     rig.refused(first, 13)
-    rig.clock.advance(HEAD_SECONDS)
+    rig.clock.advance(ENDED_HEAD_SECONDS)
     late = client.late()
     client.close()
     rig.clock.advance(0.1)

@@ -13,6 +13,9 @@ PREFILL_WORD_SECONDS: Final = 2.0
 # For the head of a released decode's answer to come, before another answer is begun that it must not cross. Measured:
 # an engine that sends it before it has a token does so within 10 ms, one that answers an abort likewise.
 HEAD_SECONDS: Final = 0.05
+# The same where the decode has been told to end: it will answer, but takes longer in the middle of a step, or on a busy
+# machine, and a request whose answers cross is lost.
+ENDED_HEAD_SECONDS: Final = 1.0
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
 LEFTOVER_SECONDS: Final = 480.0  # for a prefill to do what nobody wants any more: so long a decode would wait for it
 # For a prefill to have sent a cache, and for its death to be noticed if it has not: it is looked at every 10 s.

@@ -14,7 +14,7 @@ from extproc.exchange import wire
 from extproc.exchange.answers import AnswerHead, tellable
 from extproc.exchange.attempts import Attempts, KvMissing, OnPrefillFailure, is_transient
 from extproc.exchange.choice import AloneChoice, Choice, PairChoice
-from extproc.exchange.clock import ABANDONED, HEAD_SECONDS, LINGER_SECONDS, Handle
+from extproc.exchange.clock import ABANDONED, ENDED_HEAD_SECONDS, HEAD_SECONDS, LINGER_SECONDS, Handle
 from extproc.exchange.failures import charge, gone, kv_missing, refuse_unknown, refused, report
 from extproc.exchange.headers import HeaderValue, RequestHead
 from extproc.exchange.leg_heads import destinations, leg_path
@@ -400,7 +400,9 @@ class DirectCourse:
 
     def await_head(self) -> None:
         """See Outside."""
-        wait = min(self._pause, HEAD_SECONDS)
+        plan, handoff = self._plan, self._handoff
+        told = plan is not None and handoff is not None and bool(handoff.aborts(plan))
+        wait = ENDED_HEAD_SECONDS if told else min(self._pause, HEAD_SECONDS)
         self._timer = self._session.gateway.clock.after(wait, lambda: self._fire(Event.HEADLESS))
 
     def answer_error(self) -> None:
