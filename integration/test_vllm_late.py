@@ -6,13 +6,14 @@ With vLLM's Mooncake and with SGLang both legs go out at once: Envoy has the dec
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 from http2_client import Http2Client
 from http_client import Client, Reply
 from product import PROMPT, Product, soon
-from vllm_product import WAYS, VllmProduct, once
+from vllm_product import WAYS, Together, VllmProduct, once
 from vllm_requests import CHAT, LOOSE, MODEL, ONE, TEXT, Question, answer_of, streamed
 
 from extproc.mock import Fault, Outcome, Point, Record, SglangMock
@@ -31,8 +32,9 @@ KINDS: dict[str, dict[str, Question]] = {
         "messages": ("/v1/messages", {**CHAT, "max_tokens": 9}),
     },
 }
+AT_ONCE = "at once"
 FAILURES: dict[str, Fault] = {
-    "at once": Fault(status=500),
+    AT_ONCE: Fault(status=500),
     "after a moment": Fault(status=500, delay_head=0.1),
     "reset": Fault(status=200, drop=Point.BEFORE_HEAD, delay_head=0.1),
 }
@@ -69,8 +71,16 @@ def live(product: Product) -> dict[str, int]:
     return {mock.url: len(mock.live) for mock in product.mocks if mock.live}
 
 
-async def see_late(product: Product, aggregated: Client, question: Question, answer: Reply) -> None:
-    """See one right answer, and that the first decode leg was ended."""
+def fails(product: Product, failure: str) -> None:
+    """Let the next prefill leg fail: at once, or when the decode leg has come to its worker."""
+    fault = FAILURES[failure]
+    once(product.prefills, fault if failure == AT_ONCE else replace(fault, until=Together(product.decodes, 1)))
+
+
+async def see_late(
+    product: Product, aggregated: Client, question: Question, answer: Reply, failure: str = "after a moment"
+) -> None:
+    """See one right answer, and that the first decode leg was ended, which may have come nowhere if all was at once."""
     expected = await aggregated.post(*question)
     assert (answer.status, answer.code) == (200, None), answer.body
     assert answer_of(answer, LOOSE) == answer_of(expected, LOOSE)
@@ -81,23 +91,25 @@ async def see_late(product: Product, aggregated: Client, question: Question, ans
     await product.settled()
     (record,) = product.records.all
     assert (record.status, record.code, record.attempts) == (200, "", 2)
-    first, second = sorted(decodes(product), key=lambda leg: leg.arrived)
+    *former, second = sorted(decodes(product), key=lambda leg: leg.arrived)
     assert (second.outcome, second.status) == (Outcome.COMPLETED, 200)
-    assert first.ended is not None
-    assert first.ended - answer.ended < PROMPT
-    if is_vllm(product):  # SGLang's is told to end, and answers that it did
-        assert first.outcome is Outcome.CLIENT_CLOSED
+    assert len(former) == 1 or (failure == AT_ONCE and not former)
+    for first in former:
+        assert first.ended is not None
+        assert first.ended - answer.ended < PROMPT
+        if is_vllm(product):  # SGLang's is told to end, and answers that it did
+            assert first.outcome is Outcome.CLIENT_CLOSED
 
 
 @pytest.mark.parametrize(
     ("kind", "failure"),
     [
-        *((kind, "at once") for kind in sorted(KINDS["mooncake"] | KINDS["sglang"])),
+        *((kind, AT_ONCE) for kind in sorted(KINDS["mooncake"] | KINDS["sglang"])),
         *(
             (kind, failure)
             for kind in ("chat", "chat stream", "responses")
             for failure in FAILURES
-            if failure != "at once"
+            if failure != AT_ONCE
         ),
     ],
 )
@@ -105,8 +117,8 @@ async def test_the_second_pairs_answer_is_the_clients(product: Product, aggregat
     question = KINDS["mooncake" if is_vllm(product) else "sglang"].get(kind)
     if question is None:
         pytest.skip("only the other engine is asked so")
-    once(product.prefills, FAILURES[failure])
-    await see_late(product, aggregated, question, await product.post(*question))
+    fails(product, failure)
+    await see_late(product, aggregated, question, await product.post(*question), failure)
 
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "messages", "responses"])
@@ -135,7 +147,7 @@ async def test_the_prefill_dies_while_the_decode_waits(product: Product, aggrega
 async def test_legs_count_while_they_live(product: Product, kind):
     """The load says what is there; one that SGLang has ended at the gateway's word may count until the answer ends."""
     path, body = KINDS["mooncake" if is_vllm(product) else "sglang"][kind]
-    once(product.prefills, FAILURES["after a moment"])
+    fails(product, "after a moment")
     once(product.decodes, Fault(delay_token=0.02, tokens=60), times=2)  # the first waits for the prefill
     exchange = await product.client.open(path, {**body, "max_tokens": 60})
     await soon(lambda: len(decodes(product)) == 2, "there was no second attempt")
@@ -154,7 +166,7 @@ async def test_legs_count_while_they_live(product: Product, kind):
 @pytest.mark.parametrize("kind", ["chat", "chat stream"])
 async def test_over_http2(product: Product, aggregated: Client, http2: Http2Client, kind):
     question = KINDS["mooncake" if is_vllm(product) else "sglang"][kind]
-    once(product.prefills, FAILURES["after a moment"])
+    fails(product, "after a moment")
     answer = await http2.post(*question).whole()
     await see_late(product, aggregated, question, answer)
 
@@ -162,7 +174,7 @@ async def test_over_http2(product: Product, aggregated: Client, http2: Http2Clie
 @pytest.mark.parametrize("kind", ["chat", "chat stream"])
 async def test_an_error_of_the_second_pair_is_the_clients_too(product: Product, kind):
     question = KINDS["mooncake" if is_vllm(product) else "sglang"][kind]
-    once(product.prefills, FAILURES["after a moment"])
+    fails(product, "after a moment")
     once(product.prefills, Fault(status=503, headers=(("retry-after", "7"),)))
     answer = await product.post(*question)
     assert (answer.status, answer.code, answer.header("retry-after")) == (503, "prefill_failed", "7")

@@ -14,6 +14,7 @@ from extproc.mock import Fault, Point, Record
 from extproc.mock.faults import Rule
 from extproc.mock.generation import Prompt
 from extproc.mock.vllm.worker import MOONCAKE, NIXL, VllmMock
+from extproc.workers.worker import Worker
 
 
 class Way(NamedTuple):
@@ -140,6 +141,12 @@ class VllmProduct(Product):
         await super().forget()
         for mock in self.mocks:
             mock.engine.pins.clear()
+        await self.fleet(self._know_the_way)
+
+    def _know_the_way(self, workers: list[Worker]) -> bool:
+        """Whether every prefill's engine id is known: without it, as after a restart, requests are not its."""
+        asked = {mock.url for mock in self.prefills if mock.has_bootstrap}
+        return all(worker.usable and worker.kv_engines for worker in workers if str(worker.url) in asked)
 
     async def settled(self) -> None:
         """See Product; no KV cache may be kept for a decode that will not come."""
