@@ -7,6 +7,7 @@ from fakes import Rig, mooncake, mutated, nixl, rejection, released, worker
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
+from extproc.exchange.clock import REST_SECONDS, SETTLE_SECONDS
 from extproc.transport.interface import Lost
 from extproc.workers.worker import Role
 
@@ -235,6 +236,94 @@ def test_a_client_that_leaves_during_the_prefill(rig):
     assert rig.egress.orders == []  # vLLM ends a request whose connection closes, and frees what it holds
     rig.assert_nothing_is_left()
     assert rig.records[0].status == 0
+
+
+LIST = {"model": "tiny", "prompt": ["a", "b"]}
+BEGUN = ANSWER.index(b'"length"')
+
+
+def begun(rig, body):
+    """A request of which the prefills have begun to answer, and the rests of these answers."""
+    client = rig.post("/v1/completions" if body is LIST else PATH, body)
+    for prefill in rig.egress.out:
+        prefill.receiver.head(200, [])
+        prefill.receiver.data(ANSWER[:BEGUN])
+    return client, list(rig.egress.out)
+
+
+@pytest.mark.parametrize("body", [CHAT, LIST], ids=["one", "list"])
+def test_a_client_that_leaves_during_the_prefills_answer_has_the_cache_freed(rig, body):
+    """The work is done, and the rest of the answer is all that tells what it keeps."""
+    client, prefills = begun(rig, body)
+    client.close()
+    assert len(rig.records) == 1
+    assert rig.egress.out == prefills
+    assert rig.workers[0].load == len(prefills)
+    for prefill in prefills:
+        prefill.receiver.data(ANSWER[BEGUN:])
+        prefill.receiver.done()
+    assert forgotten(rig) == [("127.0.0.1:11,127.0.0.1:12", PARAMS)] * len(prefills)
+    rig.clock.advance(100)
+    assert not any(prefill.cancelled for prefill in prefills)
+    rig.assert_nothing_is_left()
+
+
+def test_the_deadline_in_the_prefills_answer_does_the_same():
+    rig = Rig(*nixl(), retry=ONCE, request_timeout=5)
+    client, (prefill,) = begun(rig, CHAT)
+    rig.clock.time += 10
+    rig.gateway.expire()
+    assert rejection(client)[0] == 504
+    prefill.receiver.data(ANSWER[BEGUN:])
+    prefill.receiver.done()
+    assert [params for _, params in forgotten(rig)] == [PARAMS]
+    end(client, rig)
+
+
+@pytest.mark.parametrize("end", ["no more of it", "its loss", "no parameters", "no JSON", "a failure"])
+def test_the_rest_of_such_an_answer_is_not_waited_for_long_and_may_be_of_no_use(rig, end):
+    client, (prefill,) = begun(rig, CHAT)
+    client.close()
+    if end == "no more of it":
+        rig.clock.advance(REST_SECONDS)
+        assert prefill.cancelled
+    elif end == "its loss":
+        prefill.receiver.lost(Lost.RESET, "")
+    elif end == "no JSON":
+        prefill.receiver.done()
+    else:
+        rest = b'"length"}]}' if end == "no parameters" else b'"abort"}]}'
+        prefill.receiver.data(rest)
+        prefill.receiver.done()
+    rig.clock.advance(100)
+    assert rig.egress.orders == []
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("sent", ["nothing", "a head", "an error"])
+def test_a_prefill_that_has_said_nothing_of_use_is_ended_at_once(rig, sent):
+    client = rig.post(PATH, CHAT)
+    prefill = leg(rig)
+    if sent != "nothing":
+        prefill.receiver.head(200 if sent == "a head" else 500, [])
+    if sent == "an error":
+        prefill.receiver.data(b"{")
+    client.close()
+    assert prefill.cancelled
+    rig.assert_nothing_is_left()
+
+
+def test_of_mooncake_in_turn_what_is_done_is_freed_by_its_transfer_id():
+    rig = Rig(*mooncake(), retry=ONCE, mooncake_in_turn=True)
+    client, (prefill,) = begun(rig, CHAT)
+    client.close()
+    prefill.receiver.data(ANSWER[BEGUN:])
+    prefill.receiver.done()
+    rig.clock.advance(SETTLE_SECONDS)
+    ((_, params),) = forgotten(rig)
+    assert json.loads(params)["transfer_id"] == prefill.json["kv_transfer_params"]["transfer_id"]
+    rig.clock.advance(100)
+    rig.assert_nothing_is_left()
 
 
 def test_a_client_that_leaves_between_two_attempts():

@@ -469,6 +469,24 @@ def test_in_turn_a_cache_that_nobody_fetched_is_freed():
     assert order.cluster == "decode_grpc"
 
 
+def test_in_turn_a_cache_that_a_prefill_is_about_to_name_is_freed():
+    rig = RpcRig("vllm", retry=RetryPolicy(attempts=1))
+    client = rig.post(PATH, CHAT)
+    (prefill,) = rig.prefills
+    message = rig.complete("h", params=PARAMS)
+    prefill.receiver.head(200, [(b"content-type", b"application/grpc")])
+    prefill.receiver.data(message[:3])
+    client.close()
+    assert not prefill.cancelled
+    prefill.receiver.data(message[3:])
+    prefill.receiver.trailers([(b"grpc-status", b"0")])
+    prefill.receiver.done()
+    (order,) = [leg for leg in rig.egress.orders if leg.path.endswith("/Generate")]
+    assert rig.request(order.body).kv_transfer_params_json == PARAMS
+    rig.clock.advance(100)
+    rig.assert_nothing_is_left()
+
+
 def test_one_token_is_answered_by_the_prefill_alone():
     rig = RpcRig("vllm")
     client = rig.post(PATH, CHAT | {"max_tokens": 1})

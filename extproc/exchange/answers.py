@@ -108,6 +108,11 @@ class WholeAnswer:
         """What was kept of the body."""
         return b"".join(self._parts)
 
+    @property
+    def begun(self) -> bool:
+        """Something of a good answer's body has come."""
+        return 200 <= self.status < 300 and bool(self._parts)
+
     def head(self, status: int, headers: Sequence[Header]) -> None:
         """See LegReceiver."""
         self.status = status

@@ -22,7 +22,7 @@ from extproc.exchange.placed import Placed
 from extproc.exchange.prefill_leg import PrefillLeg
 from extproc.exchange.record import NO_PARAMS, WAIVED
 from extproc.exchange.stored import naming
-from extproc.handoff.handoff import Handoff, Kv, Plan
+from extproc.handoff.handoff import Handed, Handoff, Kv, Plan
 from extproc.merge.parts import Joint, leg_edits
 from extproc.policies.placement import Pair
 from extproc.transport.interface import Header, Leg, Lost
@@ -146,6 +146,10 @@ class Part:
         if self.decode is not None:
             leg.unpin(error)
         self._attempt.events.leg_failed(error, (self._attempt.prefill,))
+
+    def kept_by(self, leg: PrefillLeg, body: bytes) -> bytes:
+        """See PrefillEvents."""
+        return self._attempt.handed(self, leg.plan, body).params
 
     @property
     def fetched(self) -> bool:
@@ -450,6 +454,11 @@ class Attempt:
         else:
             self.events.prefill_done(part.index, body)
 
+    def handed(self, part: Part, plan: Plan, answer: bytes) -> Handed:
+        """What follows from the prefill's answer."""
+        handoff, edits, trusts = self._handoff_of(part), self._edits(part), self._session.gateway.config.trust_client
+        return handoff.handed(self._request, plan, edits.decode, answer, trust_client=trusts)
+
     def guarded(self, step: Callable[[], None]) -> None:
         """Do ``step``; a defect ends the request and nothing else."""
         try:
@@ -463,10 +472,7 @@ class Attempt:
         plan, session = part.plan, self._session
         assert plan is not None
         config = session.gateway.config
-        edits = self._edits(part)
-        handed = self._handoff_of(part).handed(
-            self._request, plan, edits.decode, answer, trust_client=config.trust_client
-        )
+        handed = self.handed(part, plan, answer)
         part.params = handed.params
         if handed.kv is not Kv.HANDED:  # one part that is not decides
             session.record.kv = handed.kv.value

@@ -17,6 +17,7 @@ HEAD_SECONDS: Final = 0.05
 # machine, and a request whose answers cross is lost.
 ENDED_HEAD_SECONDS: Final = 1.0
 ABORT_SECONDS: Final = 5.0  # for a worker to take an abort
+REST_SECONDS: Final = 5.0  # for the rest of a prefill's answer that has begun, when nobody wants it any more
 LEFTOVER_SECONDS: Final = 480.0  # for a prefill to do what nobody wants any more: so long a decode would wait for it
 # For a prefill to have sent a cache, and for its death to be noticed if it has not: it is looked at every 10 s.
 PUSH_SECONDS: Final = 30.0

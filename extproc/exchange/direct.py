@@ -28,7 +28,7 @@ from extproc.exchange.relayed import RelayedCourse
 from extproc.exchange.released import answer_mutation, head_reply
 from extproc.exchange.seats import pair_room
 from extproc.exchange.stored import naming
-from extproc.handoff.handoff import Alone, Handoff, Kv, Plan
+from extproc.handoff.handoff import Alone, Handed, Handoff, Kv, Plan
 from extproc.merge.parts import Joint, joint_of
 from extproc.policies.placement import Pair
 from extproc.transport.grpc_framing import Status
@@ -302,6 +302,10 @@ class DirectCourse:
             self._unpinned = error
         self._fire(self._after(error, prefill))
 
+    def kept_by(self, leg: PrefillLeg, body: bytes) -> bytes:
+        """See PrefillEvents."""
+        return self._handed(leg.plan, body).params
+
     # -- Outside --------------------------------------------------------------------------------------------------
 
     def send_both(self) -> None:
@@ -523,11 +527,10 @@ class DirectCourse:
 
     def _hand_over(self, answer: bytes) -> bool:
         """Make the decode leg of the prefill's answer; False where the operator wants none without a handoff."""
-        plan, handoff = self._plan, self._handoff
+        plan = self._plan
         assert plan is not None
-        assert handoff is not None
         config, record = self._session.gateway.config, self._session.record
-        handed = handoff.handed(self._request, plan, self._edits.decode, answer, trust_client=config.trust_client)
+        handed = self._handed(plan, answer)
         self._body, self._params = handed.decode, handed.params
         record.kv = handed.kv.value
         if handed.kv is not Kv.RECOMPUTED:
@@ -536,6 +539,11 @@ class DirectCourse:
         if not answer:
             record.prefill = ""  # it did not serve
         return not answer or config.kv_missing is KvMissing.RECOMPUTE
+
+    def _handed(self, plan: Plan, answer: bytes) -> Handed:
+        handoff, trusts = self._handoff, self._session.gateway.config.trust_client
+        assert handoff is not None
+        return handoff.handed(self._request, plan, self._edits.decode, answer, trust_client=trusts)
 
     def _unpin(self) -> None:
         """Free what a decode keeps for a prefill that failed; its leg has ended, or is just ending."""

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.errors import GatewayError
 from extproc.exchange.answers import WholeAnswer, never_fetched
-from extproc.exchange.clock import LEFTOVER_SECONDS, PUSH_SECONDS, SETTLE_SECONDS, TAKEN_SECONDS, Handle
+from extproc.exchange.clock import (
+    LEFTOVER_SECONDS,
+    PUSH_SECONDS,
+    REST_SECONDS,
+    SETTLE_SECONDS,
+    TAKEN_SECONDS,
+    Handle,
+)
 from extproc.exchange.failures import apart, charge, waited_in_vain
 from extproc.exchange.headers import RequestHead
 from extproc.exchange.leg_heads import leg_headers
@@ -44,6 +51,9 @@ class PrefillEvents(Protocol):
     def prefill_failed(self, leg: PrefillLeg, error: GatewayError) -> None:
         """It failed."""
 
+    def kept_by(self, leg: PrefillLeg, body: bytes) -> bytes:
+        """What a decode worker must be told for the KV cache to be freed that this answer of a dropped leg names."""
+
 
 class PrefillLeg:
     """See the module.
@@ -59,6 +69,7 @@ class PrefillLeg:
     """
 
     __slots__ = (
+        "_answer",
         "_answered_well",
         "_decoding",
         "_events",
@@ -98,6 +109,7 @@ class PrefillLeg:
         self._keep = keep
         self._events = events
         self._leg: Leg | None = None
+        self._answer: WholeAnswer | None = None
         self._turn = 0  # of its worker
         self._limit: Handle | None = None  # of a leg that is let finish although nobody wants its answer any more
         self.plan = plan
@@ -136,6 +148,7 @@ class PrefillLeg:
             answers_client=False,
             keep=self._keep,
         )
+        self._answer = answer
         self._leg = gateway.egress.send(headers, plan.prefill, answer)
         self._turn = worker.begin(self._tokens)
         self._decoding = gateway.clock.now()
@@ -144,12 +157,18 @@ class PrefillLeg:
         self.plan = plan._replace(prefill=b"", decode=b"")  # the bodies are on their way, and may be large
 
     def drop(self) -> None:
-        """Nobody wants its answer: end it, on its worker too, or let it finish where the engines need that."""
+        """Nobody wants its answer: end it, on its worker too, or let it finish where the engines need that.
+
+        Of one in turn that has begun to answer, the work is done, and only the rest of the answer names what it keeps.
+        """
         leg = self._leg
         if leg is None or self._limit is not None:
             return
         if self._placed.handoff.lets_finish:
             self._limit = self._session.gateway.clock.after(LEFTOVER_SECONDS, self._give_up)
+            return
+        if self._placed.handoff.in_turn and self._answer is not None and self._answer.begun:
+            self._limit = self._session.gateway.clock.after(REST_SECONDS, self._give_up)
             return
         leg.cancel()
         self._over()
@@ -216,13 +235,17 @@ class PrefillLeg:
     def _answered(self, answer: WholeAnswer) -> None:
         self._answered_well = now = self._session.gateway.clock.now()
         self._placed.pair.prefill.answered(self._turn)
+        in_turn = self._placed.handoff.in_turn
+        if in_turn:
+            self._decoding = now
         if self._limit is not None:
-            self._let_finish()
-            if now < self._unsettled:
+            events = self._let_finish()
+            if in_turn:
+                self._free(events.kept_by(self, answer.body))
+                self.settle(refused=True)
+            elif now < self._unsettled:
                 self.settle(refused=self._unsettled == inf)
             return
-        if self._placed.handoff.in_turn:
-            self._decoding = now
         events = self._over()
         self._session.record.prefill_ended = now
         events.prefill_answered(self, answer.body)
@@ -239,11 +262,17 @@ class PrefillLeg:
         self._session.record.prefill_ended = self._session.gateway.clock.now()
         events.prefill_failed(self, apart(self._placed.pair, self.plan.rooms, error))
 
-    def _let_finish(self) -> None:
-        """It has ended by itself."""
+    def _free(self, params: bytes) -> None:
+        """Have a decode worker say that nobody will fetch the cache."""
+        pair, handoff = self._placed
+        session, orders = self._session, handoff.forgets(params)
+        send_orders(session.gateway, self._head, [pair.decodes], orders, session.record.request_id)
+
+    def _let_finish(self) -> PrefillEvents:
+        """It has ended by itself; as :meth:`_over`."""
         if self._limit is not None:
             self._limit.cancel()
-        self._over()
+        return self._over()
 
     def _give_up(self) -> None:
         if self._leg is not None:
@@ -254,7 +283,7 @@ class PrefillLeg:
         """It has ended. Whom it tells of that is returned, and forgotten: the two refer to each other."""
         events = self._events
         del self._events
-        self._leg = self._limit = None
+        self._leg = self._limit = self._answer = None
         self._session.gateway.met(self)
         self._placed.pair.prefill.end(self._turn, self._tokens)
         return events
