@@ -45,7 +45,7 @@ def ask(address: tuple[str, int], method: str, path: str, body: object = None, k
 
 
 def until(condition: Callable[[], _T], what: str, patience: float = PATIENCE) -> _T:
-    """Wait until ``condition`` is true, or fail after ``patience`` (s); its value. Errors of connections are 'not yet'."""
+    """Wait until ``condition`` is true; its value. Errors of connections are 'not yet'. Fails after ``patience`` s."""
     deadline = time.monotonic() + patience
     last: object = None
     while time.monotonic() < deadline:

@@ -152,6 +152,38 @@ def test_real_workers_take_the_place_of_the_mocks(file: Path) -> None:
     assert not needed & set(MOCKS), "nothing may depend on what is switched off"
 
 
+@pytest.mark.parametrize("file", ENGINES, ids=lambda file: file.stem)
+def test_real_workers_that_died_are_started_again(file: Path) -> None:
+    workers = [service for name, service in document(file)["services"].items() if name not in (*MOCKS, "sidecar")]
+    assert len(workers) == 2
+    assert [worker["restart"] for worker in workers] == ["unless-stopped"] * 2
+
+
+def test_vllm_on_the_cpu_has_a_model_or_is_given_one() -> None:
+    """That of its image, one of Hugging Face's that is kept in a volume, or one in a directory of this machine."""
+    raw = yaml.load((COMPOSE / "vllm-cpu.yaml").read_text(), yaml.CSafeLoader)
+    given = {"MODEL": "/models/m", "MODELS": "/srv/models"}
+    expected = (({}, "/opt/engines/model", "models"), (given, "/models/m", "/srv/models"))
+    for environment, model, source in expected:
+        services = walk(raw, environment)["services"]
+        workers = services["cpu-prefill"], services["cpu-decode"]
+        assert {worker["command"][0] for worker in workers} == {model}
+        assert {tuple(worker["volumes"]) for worker in workers} == {(f"{source}:/models",)}
+    recipe = (COMPOSE / "vllm-cpu.Dockerfile").read_text()
+    assert "/opt/recipe/setup.sh /opt/engines vllm" in recipe
+    assert "HF_HOME=/models" in recipe
+
+
+def test_the_cpu_pair_differs_in_its_roles_only() -> None:
+    """Workers that cut the cache into other blocks are no pair for each other."""
+    services = document(COMPOSE / "vllm-cpu.yaml")["services"]
+    prefill, decode = (services[f"cpu-{role}"]["command"] for role in ("prefill", "decode"))
+    assert prefill[:-1] == decode[:-1]
+    configs = json.loads(prefill[-1]), json.loads(decode[-1])
+    assert [config.pop("kv_role") for config in configs] == ["kv_producer", "kv_consumer"]
+    assert configs[0] == configs[1]
+
+
 def test_envoy_and_the_sidecar_are_told_the_same() -> None:
     """What renders Envoy's configuration has the sidecar's options, but for where the sidecar is."""
     services = document(MAIN)["services"]

@@ -208,6 +208,10 @@ async def test_people_are_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> No
     bad, _ = await rig.workers("http://10.0.0.1:1", "http://10.0.0.2:1")
     metrics = Metrics()
     WorkerMetrics(rig.registry, metrics)
+    mine = f'role="decode",worker="{bad.name}"'
+    page = metrics.render().decode()
+    for state in ("closed", "open", "half_open"):  # what Prometheus measures the first increase by
+        assert f'pd_worker_circuit_transitions_total{{{mine},state="{state}"}} 0' in page
     with caplog.at_level(logging.INFO):
         fail(bad)
     (record,) = [record for record in caplog.records if record.message == "circuit breaker"]
@@ -217,7 +221,6 @@ async def test_people_are_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> No
     assert info["status_reason"] == "circuit breaker open: too many of its requests failed; tried again in 1000 s"
     bad.breaker.pushbacks += 3
     page = metrics.render().decode()
-    mine = f'role="decode",worker="{bad.name}"'
     assert f"pd_worker_up{{{mine}}} 0" in page
     assert f"pd_worker_circuit_state{{{mine}}} 1" in page
     assert f'pd_worker_circuit_transitions_total{{{mine},state="open"}} 1' in page

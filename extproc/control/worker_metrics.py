@@ -100,8 +100,9 @@ class WorkerMetrics:
         self._pushbacks.labels(*labels).value += breaker.pushbacks
         self._overloaded.labels(*labels).set(bool(worker.overloaded))
         self._overloads.labels(*labels).value += self._registry.overloads.times(worker)
-        for state, times in self._registry.circuits.transitions(worker).items():
-            self._transitions.labels(*labels, state.value).value += times
+        transitions = self._registry.circuits.transitions(worker)
+        for state in BreakerState:  # from 0 on: Prometheus takes what a series begins with for no increase
+            self._transitions.labels(*labels, state.value).value += transitions[state]
 
     def _show_others_figures(self, worker: Worker) -> None:
         if worker.envoy_active is not None:
