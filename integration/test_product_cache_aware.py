@@ -95,11 +95,11 @@ async def test_a_worker_that_comes_again_is_another_one(product: Product):
 async def test_decodes_are_chosen_by_what_is_in_their_care(product: Product):
     body = conversation("decodes", 3)
     await prefill_of(product, body)
+    go_on = asyncio.Event()
     for mock in product.decodes:
-        mock.fail(Fault(hang=Point.BEFORE_HEAD))
+        mock.fail(Fault(hang=Point.BEFORE_HEAD, until=go_on))
     asking = [asyncio.create_task(product.post(PATH, body)) for _ in range(8)]
     await soon(lambda: sum(len(mock.live) for mock in product.decodes) == 8, "not all are in their care")
-    for mock in product.decodes:
-        mock.go_on()
+    go_on.set()
     answers = await asyncio.gather(*asking)
     assert len({answer.header("x-pd-decode") for answer in answers}) == 2

@@ -85,14 +85,14 @@ async def test_an_engine_that_hangs_is_out_until_it_goes_on(product: Product) ->
 
 
 async def test_a_long_prompt_is_no_wedge(product: Product) -> None:
+    go_on = asyncio.Event()
     for mock in product.decodes:
-        mock.fail(Fault(hang=Point.BEFORE_HEAD))
+        mock.fail(Fault(hang=Point.BEFORE_HEAD, until=go_on))
     worker = product.worker(product.decodes[0])
     answers = [asyncio.create_task(product.post(PATH, BODY)) for _ in range(2)]
     await soon(lambda: _asked(product.decodes[0]) >= 2, "nobody asked")
     assert worker.status is Status.READY
-    for mock in product.decodes:
-        mock.go_on()
+    go_on.set()
     assert [(await answer).status for answer in answers] == [200, 200]
 
 

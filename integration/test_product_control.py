@@ -126,7 +126,8 @@ async def test_a_worker_is_changed_while_it_answers(product: Product) -> None:
 
 async def test_an_answer_under_way_outlives_its_workers_registration(product: Product) -> None:
     decode = product.decodes[0]
-    decode.fail(Fault(hang=Point.MID_BODY, tokens=40))
+    go_on = asyncio.Event()
+    decode.fail(Fault(hang=Point.MID_BODY, until=go_on, tokens=40))
     chat = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
     exchange = await product.client.open("/v1/chat/completions", chat)
     await exchange.head()
@@ -135,7 +136,7 @@ async def test_an_answer_under_way_outlives_its_workers_registration(product: Pr
         body = as_registration(product.service.registry.spec(worker)) | {"priority": 7}
         assert (await product.client.put(f"/workers/{worker.id}", body)).status == 202
         assert product.service.registry.get(worker.id) is worker
-    decode.go_on()
+    go_on.set()
     reply = await exchange.whole()
     assert reply.events[-1] == "[DONE]"
     assert len(reply.events) > 40

@@ -3,6 +3,7 @@ the worker said, the prefill leg is ended, and nothing is left."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -160,13 +161,13 @@ async def test_a_decode_that_breaks_before_its_head(product: Product, kind):
 @pytest.mark.parametrize("fault", [Fault(drop=Point.MID_BODY), Fault(truncate=True)], ids=["reset", "closed"])
 @pytest.mark.parametrize("kind", [kind for kind in DIRECT if kind in STREAMS])
 async def test_a_direct_stream_that_breaks_is_cut(product: Product, http2: Http2Client, kind, fault):
+    go_on = asyncio.Event()
     for mock in product.decodes:
-        mock.fail(replace(fault, hang=Point.MID_BODY, after_chunks=4))
+        mock.fail(replace(fault, hang=Point.MID_BODY, until=go_on, after_chunks=4))
     stream = http2.post(*ALL[kind])
     while stream.reply.body.count(b"data: ") < 4:
         await stream.progress()
-    for mock in product.decodes:
-        mock.go_on()
+    go_on.set()
     received = await stream.cut()
     assert stream.reply.status == 200
     assert received.count(b"data: ") >= 4
@@ -201,12 +202,12 @@ async def test_a_relayed_answer_that_breaks_is_an_error(product: Product, kind, 
 @pytest.mark.parametrize("fault", [Fault(drop=Point.MID_BODY), Fault(truncate=True)], ids=["reset", "closed"])
 @pytest.mark.parametrize("kind", [kind for kind in RELAYED if kind in STREAMS])
 async def test_a_relayed_stream_that_breaks_gets_an_error_event(product: Product, kind, fault):
+    go_on = asyncio.Event()
     for mock in product.decodes:
-        mock.fail(replace(fault, hang=Point.MID_BODY, after_chunks=4))
+        mock.fail(replace(fault, hang=Point.MID_BODY, until=go_on, after_chunks=4))
     exchange = await product.client.open(*ALL[kind])
     await exchange.until(b"data: ")
-    for mock in product.decodes:
-        mock.go_on()
+    go_on.set()
     answer = await exchange.whole()
     assert answer.status == 200
     *told, error, done = answer.events
@@ -263,14 +264,14 @@ async def test_a_clients_own_name_is_not_used_to_end_legs(product: Product):
 
 async def _failed(product: Product, kind: str, fault: Fault, **more: object) -> Reply:
     """The answer to a request whose decode fails when all legs have come; its time counts from then."""
+    go_on = asyncio.Event()
     for mock in product.decodes:
-        mock.fail(replace(fault, hang=Point.BEFORE_HEAD))
+        mock.fail(replace(fault, hang=Point.BEFORE_HEAD, until=go_on))
     path, body = ALL[kind]
     exchange = await product.client.open(path, body | more)
     legs = 2 * body.get("n", 1)
     await soon(lambda: sum(leg.received is not None for mock in product.mocks for leg in mock.legs) == legs, "no legs")
-    for mock in product.decodes:
-        mock.go_on()
+    go_on.set()
     exchange.sent()
     return await exchange.whole()
 

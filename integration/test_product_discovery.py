@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,9 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
             mock.clear()
 
         # A pod is to end while it writes: it writes to the end, and nobody else is sent there.
+        go_on = asyncio.Event()
         for mock in (first, second):
-            mock.fail(Fault(hang=Point.MID_BODY, tokens=100))
+            mock.fail(Fault(hang=Point.MID_BODY, until=go_on, tokens=100))
         exchange = await product.client.open(PATH, chat(stream=True))
         head = await exchange.head()
         assert head.status == 200
@@ -123,7 +125,7 @@ async def test_pods_serve_end_and_are_replaced(cluster: Cluster) -> None:
             assert (await product.post(PATH, chat())).status == 200
         assert (len(busy.legs), len(other.legs)) == (1, 4)
         assert worker in product.service.registry, "its request is still under way"
-        busy.go_on()
+        go_on.set()
         whole = await exchange.whole()
         assert whole.body.count(b"data: ") > 100
         assert whole.body.endswith(b"data: [DONE]\n\n")

@@ -147,8 +147,9 @@ async def test_no_request_is_lost_while_the_whole_fleet_is_exchanged(product: Pr
 
 async def test_a_removed_worker_finishes_what_it_has(product: Product):
     async with fleet(product, "finishing", decodes=2) as workers:
+        go_on = asyncio.Event()
         for mock in workers.decodes:
-            mock.fail(Fault(hang=Point.MID_BODY, tokens=30))
+            mock.fail(Fault(hang=Point.MID_BODY, until=go_on, tokens=30))
         exchange = await product.client.open(PATH, chat("finishing", stream=True))
         await exchange.piece()
         (busy,) = [mock for mock in workers.decodes if mock.legs]
@@ -162,7 +163,7 @@ async def test_a_removed_worker_finishes_what_it_has(product: Product):
         for _ in range(4):
             await workers.post()
         assert len(busy.legs) == 1
-        busy.go_on()
+        go_on.set()
         assert (await exchange.whole()).events[-1] == "[DONE]"
         await product.fleet(lambda listed: worker not in listed)
 
@@ -170,7 +171,8 @@ async def test_a_removed_worker_finishes_what_it_has(product: Product):
 async def test_a_worker_registered_again_serves_while_its_former_requests_end(product: Product):
     async with fleet(product, "again") as workers:
         (mock,) = workers.decodes
-        mock.fail(Fault(hang=Point.MID_BODY, tokens=30), times=1)
+        go_on = asyncio.Event()
+        mock.fail(Fault(hang=Point.MID_BODY, until=go_on, tokens=30), times=1)
         exchange = await product.client.open(PATH, chat("again", stream=True))
         await exchange.piece()
         former = product.worker(mock)
@@ -179,7 +181,7 @@ async def test_a_worker_registered_again_serves_while_its_former_requests_end(pr
         await product.fleet(lambda listed: any(worker.id == worker_id and worker.usable for worker in listed))
         assert former.load == 1
         assert (await workers.post()).header("x-pd-decode") == mock.url
-        mock.go_on()
+        go_on.set()
         assert (await exchange.whole()).events[-1] == "[DONE]"
         await product.fleet(lambda listed: former not in listed)
 

@@ -183,14 +183,15 @@ async def test_a_run_directory_that_is_in_use(programs: Programs):
 
 
 async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new(programs: Programs, workers: Workers):
-    workers.decode.fail(Fault(hang=Point.MID_BODY, tokens=20))
+    go_on = asyncio.Event()
+    workers.decode.fail(Fault(hang=Point.MID_BODY, until=go_on, tokens=20))
     gateway = await programs.gateway("sigterm")
     waiting = await gateway.client.connect()  # an idle connection from before
     exchange = await _streaming(gateway)
     gateway.signal(signal.SIGTERM)
     await gateway.said("stopping")
     await _refused(gateway.client, waiting)
-    workers.decode.go_on()
+    go_on.set()
     assert (await exchange.whole()).events[-1] == "[DONE]"
     assert await gateway.ended() == 0
     assert _is_gone(gateway.run_dir)

@@ -344,15 +344,15 @@ async def test_what_hangs_goes_on_when_it_is_told_to(
 ) -> None:
     body = {**BODY, "stream": stream}
     whole = await ask(mock, CHAT, body)
-    mock.fail(Fault(hang=point))
     call = await dial(mock)
     for count in (2, 3):
-        mock.go_on()  # which is nothing to what comes later
+        go_on = asyncio.Event()
+        mock.fail(Fault(hang=point, until=go_on), times=1)
         call.send("POST", CHAT, body)
         await mock.received(count)
         answer = None if point is Point.BEFORE_HEAD else await call.head()
         assert mock.legs[-1].outcome is Outcome.LIVE
-        mock.go_on()
+        go_on.set()
         answer = answer or await call.head()
         await call._read_body(answer)
         assert answer.complete

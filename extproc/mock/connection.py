@@ -39,8 +39,6 @@ class Connection(asyncio.Protocol):
         self._upload: _Upload | None = None
         self._task: Task[None] | None = None
         self._room: asyncio.Future[None] | None = None
-        self._goes_on = False  # what hangs by a fault does so no more
-        self._hanging: asyncio.Future[None] | None = None
         self._closing = False
 
     # --- the event loop's side ---
@@ -106,16 +104,8 @@ class Connection(asyncio.Protocol):
             await asyncio.sleep(0)
 
     async def hang(self) -> None:
-        """Return when the request is to go on; the peer's leaving cancels."""
-        if not self._goes_on:
-            self._hanging = self._server.loop.create_future()
-            await self._hanging
-
-    def go_on(self) -> None:
-        """The request under way, if there is one, hangs no more."""
-        self._goes_on = self._record is not None
-        if self._hanging is not None and not self._hanging.done():
-            self._hanging.set_result(None)
+        """Never return; the peer's leaving cancels."""
+        await self._server.loop.create_future()
 
     def reset(self) -> None:
         """Break the connection with a TCP reset."""
@@ -197,7 +187,6 @@ class Connection(asyncio.Protocol):
         inference = method == "POST" and path in server.inference_paths
         record = Record(method, target, headers, named, inference)
         self._record = record
-        self._goes_on = False
         server.recorder.open(record)
         length = named.get("content-length")
         chunked = "chunked" in named.get("transfer-encoding", "")

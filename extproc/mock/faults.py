@@ -41,7 +41,7 @@ class Fault:
     body: str | None = None  # with ``status``: the answer's body
     headers: tuple[tuple[str, str], ...] = ()  # with ``status``: added to the answer, e.g. retry-after
     drop: Point | None = None  # the connection is reset there
-    hang: Point | None = None  # nothing more is sent from there on, unless a test has the worker go on
+    hang: Point | None = None  # nothing more is sent from there on
     truncate: bool = False  # the connection is closed in an orderly way at MID_BODY, without the rest of the body
     garbage: bool = False  # the body is not what its content type says
     after_chunks: int = 1  # how much of a stream passes before MID_BODY

@@ -90,11 +90,6 @@ class MockWorker(Observed):
     def _answering(self) -> int:
         return self._server.answering
 
-    def go_on(self) -> None:
-        """Let the requests that have come so far go on where a fault has them hang; later ones hang."""
-        for connection in self._server.connections:
-            connection.go_on()
-
     # --- the port ---
 
     async def refuse(self) -> None:
