@@ -17,7 +17,7 @@ from typing import Any, Self
 from http_client import Client, CutError
 from product import soon
 
-PATIENCE = 120.0  # seconds; starting Python and Envoy on a busy machine takes some
+PATIENCE = 300.0  # seconds; starting Python and Envoy takes some: a demo, on a busy machine, more than 120
 _given: set[int] = set()  # ports
 
 
