@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -182,7 +183,7 @@ async def test_a_prefill_that_refuses_holds_nothing(
 
 # Each prompt has more blocks than may be left.
 LONG: Body = {"messages": [{"role": "user", "content": fresh(100)}]}
-MANY_TOKENS = 1400  # so that none is done before the last has begun
+MANY_TOKENS = 1400  # for seconds of work
 LEFT: dict[str, tuple[str, Body]] = {
     "chat": (CHAT_PATH, {**CHAT, **GREEDY, **LONG, "max_tokens": MANY_TOKENS}),
     "chat_n2": (CHAT_PATH, {**CHAT, **LONG, "temperature": 1, "ignore_eos": True, "n": 2, "max_tokens": MANY_TOKENS}),
@@ -196,7 +197,6 @@ LEFT: dict[str, tuple[str, Body]] = {
         {**RESPONSES, "input": fresh(100), "max_output_tokens": MANY_TOKENS, "ignore_eos": True},
     ),
 }
-SEQUENCES = {"list": SPARE, "chat_n2": 2}  # of those that have several
 
 
 @contextlib.asynccontextmanager
@@ -207,6 +207,18 @@ async def frozen(server: VllmServer) -> AsyncIterator[None]:
         yield
     finally:
         server.signal(signal.SIGCONT)
+
+
+async def past_their_prefills(client: aiohttp.ClientSession, pair: Pair, *requests: asyncio.Task[str]) -> None:
+    """Wait until every leg that these requests have out is a decode's."""
+    deadline = time.monotonic() + 60
+    while True:
+        done = sum(request.done() for request in requests)
+        loads = {url: worker["load"] for url, worker in (await workers(client, pair.url)).items()}
+        if not loads[pair.prefill.url] and done + loads[pair.decode.url] >= len(requests):
+            return
+        assert time.monotonic() < deadline, loads
+        await asyncio.sleep(0.01)
 
 
 async def leave(request: asyncio.Task[str]) -> None:
@@ -222,7 +234,8 @@ async def test_a_client_that_leaves_while_tokens_come(
 ) -> None:
     path, body = LEFT[name]
     request = asyncio.create_task(post(client, pair.url, path, {**body, "stream": stream}))
-    await decoding(client, pair.decode, SEQUENCES.get(name, 1))
+    await past_their_prefills(client, pair, request)
+    await decoding(client, pair.decode)
     await leave(request)
 
 
@@ -277,12 +290,13 @@ async def test_many_clients_that_leave_are_in_nobodys_way(
 ) -> None:
     """A Mooncake prefill that was asked in vain 20 times would serve nobody any more: see docs/vllm-facts.md.
 
-    All are at work on the decode when they leave: where a prefill is done as it is ended, NIXL may keep blocks.
+    All have got to the decode when they leave: where a prefill is done as it is ended, NIXL may keep blocks.
     """
     path, body = LEFT["chat"]
     for _ in range(3):
         requests = [asyncio.create_task(post(client, pair.url, path, body)) for _ in range(8)]
-        await decoding(client, pair.decode, len(requests))
+        await past_their_prefills(client, pair, *requests)
+        await decoding(client, pair.decode)
         await asyncio.sleep(1.5)  # for the gateway to be sure that the decode has them
         await asyncio.gather(*map(leave, requests))
         assert await seconds_until_idle(client, pair.decode) < AT_ONCE
