@@ -107,13 +107,24 @@ def chat(where: tuple[str, int], words: str, **members: object) -> Answer:
 @contextmanager
 def aggregated(stack: Stack) -> Iterator[tuple[str, int]]:
     """A worker as the stack's, but without a connector; its address."""
-    command = list(stack.one("cpu-decode").attrs["Config"]["Cmd"])
+    decode = stack.one("cpu-decode")
+    command = list(decode.attrs["Config"]["Cmd"])
     place = command.index("--kv-transfer-config")
     container = stack.engine.client.containers.run(
-        WORKERS_IMAGE, command[:place] + command[place + 2 :], detach=True, network=f"{stack.project}_workers"
+        WORKERS_IMAGE,
+        command[:place] + command[place + 2 :],
+        detach=True,
+        network=f"{stack.project}_workers",
+        volumes_from=[decode.id],
     )
+
+    def serves() -> bool:
+        container.reload()
+        assert container.status == "running", container.logs(tail=20).decode()
+        return ask(address(stack, container), "GET", "/health").status == 200
+
     try:
-        until(lambda: ask(address(stack, container), "GET", "/health").status == 200, "its start", START_SECONDS)
+        until(serves, "its start", START_SECONDS)
         yield address(stack, container)
     finally:
         container.remove(force=True)
