@@ -7,7 +7,7 @@ from fakes import Rig, mooncake, mutated, nixl, rejection, released, worker
 
 from extproc.errors import GatewayError
 from extproc.exchange.attempts import KvMissing, OnPrefillFailure, RetryPolicy
-from extproc.exchange.clock import REST_SECONDS, SETTLE_SECONDS
+from extproc.exchange.clock import REST_SECONDS
 from extproc.transport.interface import Lost
 from extproc.workers.worker import Role
 
@@ -319,10 +319,27 @@ def test_of_mooncake_in_turn_what_is_done_is_freed_by_its_transfer_id():
     client.close()
     prefill.receiver.data(ANSWER[BEGUN:])
     prefill.receiver.done()
-    rig.clock.advance(SETTLE_SECONDS)
     ((_, params),) = forgotten(rig)
     assert json.loads(params)["transfer_id"] == prefill.json["kv_transfer_params"]["transfer_id"]
+    rig.egress.orders[0].answer(400)
     rig.clock.advance(100)
+    assert len(rig.egress.orders) == 1  # no decode has asked for it: none must be answered
+    rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("end", ["its loss", "a failure"])
+def test_of_mooncake_in_turn_there_is_no_decode_to_be_freed_of_a_prefill_that_fails(end):
+    """What is done for one that waits would cost the prefill a block for the lease."""
+    rig = Rig(*mooncake(), retry=ONCE, mooncake_in_turn=True)
+    client, (prefill,) = begun(rig, CHAT)
+    client.close()
+    if end == "its loss":
+        prefill.receiver.lost(Lost.RESET, "")
+    else:
+        prefill.receiver.data(b'"abort"}]}')
+        prefill.receiver.done()
+    rig.clock.advance(100)
+    assert rig.egress.orders == []
     rig.assert_nothing_is_left()
 
 

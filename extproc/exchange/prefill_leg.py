@@ -236,16 +236,15 @@ class PrefillLeg:
         self._answered_well = now = self._session.gateway.clock.now()
         self._placed.pair.prefill.answered(self._turn)
         in_turn = self._placed.handoff.in_turn
-        if in_turn:
-            self._decoding = now
         if self._limit is not None:
             events = self._let_finish()
             if in_turn:
-                self._free(events.kept_by(self, answer.body))
-                self.settle(refused=True)
+                self._free(events.kept_by(self, answer.body) or self.plan.params)
             elif now < self._unsettled:
                 self.settle(refused=self._unsettled == inf)
             return
+        if in_turn:
+            self._decoding = now
         events = self._over()
         self._session.record.prefill_ended = now
         events.prefill_answered(self, answer.body)
@@ -256,14 +255,15 @@ class PrefillLeg:
         charge((self._placed.pair.prefill,), error, self._turn)
         if self._limit is not None:
             self._let_finish()
-            self.unpin(error)
+            if not self._placed.handoff.in_turn:  # else no decode waits for it
+                self.unpin(error)
             return
         events = self._over()
         self._session.record.prefill_ended = self._session.gateway.clock.now()
         events.prefill_failed(self, apart(self._placed.pair, self.plan.rooms, error))
 
     def _free(self, params: bytes) -> None:
-        """Have a decode worker say that nobody will fetch the cache."""
+        """Have a decode worker say that nobody will fetch the cache. None has asked for it: no more is needed."""
         pair, handoff = self._placed
         session, orders = self._session, handoff.forgets(params)
         send_orders(session.gateway, self._head, [pair.decodes], orders, session.record.request_id)
