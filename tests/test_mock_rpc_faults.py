@@ -145,6 +145,19 @@ async def test_it_goes_on_when_it_is_let_go(mock: RpcMock) -> None:
     assert (await asking).code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_its_connection_breaks_off_when_it_is_let_go(mock: RpcMock) -> None:
+    go_on = asyncio.Event()
+    mock.fail(Fault(hang=Point.MID_BODY, drop=Point.MID_BODY, until=go_on))
+    asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, stream=True)))
+    (leg,) = await mock.received()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert leg.ended is None
+    go_on.set()
+    answer = await asking
+    assert (answer.code, len(answer.chunks)) == (GONE, 1)
+
+
 async def test_its_pace(mock: RpcMock) -> None:
     answer = await ask(mock, to_vllm(IDS), told(tokens=4, delay_first_token=0.03))
     assert list(answer.complete.output_ids) == model.written(IDS, tokens=4).ids

@@ -274,9 +274,11 @@ class _Call:
         await self._point(fault, Point.BEFORE_HEAD)
 
     async def _point(self, fault: Fault, point: Point) -> None:
-        if fault.hang is point and fault.until is not None:
+        hangs = fault.hang is point
+        if hangs and fault.until is not None:
             await fault.until.wait()
-        elif point in (fault.hang, fault.drop):
+            hangs = False
+        if hangs or fault.drop is point:
             self.cut = True
             if fault.drop is point:
                 await asyncio.sleep(_LEAVING)
