@@ -34,6 +34,7 @@ from extproc.exchange.clock import (
     LEFTOVER_SECONDS,
     LINGER_SECONDS,
     PREFILL_WORD_SECONDS,
+    REST_SECONDS,
     SECOND_CALL_SECONDS,
     SETTLE_SECONDS,
     TAKEN_SECONDS,
@@ -61,7 +62,7 @@ from extproc.text.service import INLINE_CHARACTERS, RETRY_AFTER
 from extproc.text.threads import MOST_WAITING
 from extproc.text_settings import TextSettings
 from extproc.upstream import host
-from extproc.workers import kv_event_stream, load_poll, publication
+from extproc.workers import index, kv_event_stream, load_poll, publication
 from extproc.workers.health_state import Pace
 from extproc.workers.kv_config import KvConfig, kv_config
 from extproc.workers.kv_event_feed import KvEventFeed
@@ -140,6 +141,8 @@ def test_times_and_limits_are_the_codes():
     assert f"that nobody wants any more (Mooncake) {LEFTOVER_SECONDS:g} s" in timeouts
     assert f"{LINGER_SECONDS * 1000:g} ms" in timeouts
     assert f"before another answer is begun {HEAD_SECONDS * 1000:g} ms; {ENDED_HEAD_SECONDS:g} s" in timeouts
+    assert f"wants any more (handoffs in sequence) {REST_SECONDS:g} s" in timeouts
+    assert f"let finish, at most {REST_SECONDS:g} s, and what it names" in section("Who ends what")
     assert f"abort request to a worker, and the like {ABORT_SECONDS:g} s" in timeouts
     assert f"connecting to a worker {config.connect_timeout:g} s" in timeouts
     assert f"pool {config.upstream_idle_timeout:g} s" in timeouts
@@ -174,6 +177,7 @@ def test_times_and_limits_are_the_codes():
     assert f"about load {load_poll.MOST_PER_SECOND} a second, {load_poll.CONCURRENCY} at once" in limits
     assert f"an answer to one {load_poll.LARGEST >> 20} MiB" in limits
     assert f"(`n`) {MAX_SAMPLES} " in limits
+    assert f"it is remembered who may be paired {index._SUBSETS} " in limits
     assert f"for one request {CANDIDATES} " in limits
     assert f"prompts of one request {MAX_PROMPTS} " in limits
     assert f"ranks of a server (`--dp-aware`) {MOST_RANKS} " in limits
