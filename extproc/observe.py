@@ -108,8 +108,8 @@ class RequestMetrics:
         counter.value += 1
         if record.kv:
             self._caches.labels(record.handoff, record.kv).value += 1
-        if record.attempts:  # from 0 on: Prometheus takes what a series begins with for no increase
-            self._retries.labels(record.handoff).value += record.attempts - 1
+        # From 0 on: Prometheus takes what a series begins with for no increase.
+        self._retries.labels(record.handoff).value += record.attempts - 1
         started = record.started
         self._duration.labels(record.api).observe(record.ended - started)
         if record.queued:

@@ -404,9 +404,7 @@ class DirectCourse:
 
     def await_head(self) -> None:
         """See Outside."""
-        plan, handoff = self._plan, self._handoff
-        told = plan is not None and handoff is not None and bool(handoff.aborts(plan))
-        wait = ENDED_HEAD_SECONDS if told else min(self._pause, HEAD_SECONDS)
+        wait = ENDED_HEAD_SECONDS if self._ends_by_name() else min(self._pause, HEAD_SECONDS)
         self._timer = self._session.gateway.clock.after(wait, lambda: self._fire(Event.HEADLESS))
 
     def answer_error(self) -> None:
@@ -442,8 +440,7 @@ class DirectCourse:
         pause = None if self._waives else max(0.0, self._due - session.gateway.clock.now())
         # Envoy ends a leg of which it has a head only when the client's answer has ended.
         stays = 200 <= self._status < 300
-        plan, handoff = self._plan, self._handoff
-        counts = stays and not (plan is not None and handoff and handoff.aborts(plan))  # else its engine ends it now
+        counts = stays and not self._ends_by_name()  # else its engine ends it now
         if not counts and not self._waives:  # then its room is the next leg's
             self._give_decode_back()
         afterwards = self._ended if counts else self._unpin if stays else _nothing
@@ -687,6 +684,10 @@ class DirectCourse:
     def _abort(self, workers: Sequence[Worker]) -> None:
         if self._plan is not None and self._handoff is not None:
             self._order(self._handoff.aborts(self._plan), [(worker,) for worker in workers])
+
+    def _ends_by_name(self) -> bool:
+        """Whether the decode leg's engine ends it when it is told to, without its connection's being closed."""
+        return self._plan is not None and self._handoff is not None and bool(self._handoff.aborts(self._plan))
 
     def _forget(self) -> None:
         """Have the prefill free a KV cache that no decode has been seen to take; a decode worker must say so."""

@@ -307,7 +307,7 @@ class RpcAttempt(Attempt):
     def _harvest(self, part: Part, body: bytes) -> None:
         """No decode leg follows: keep what a decode worker has to be told for the prefill to free its cache."""
         if self._sequences.in_turn and part.plan is not None:
-            part.params = self._sequences.part(part.index).handed(self._request, part.plan, None, body).params
+            part.params = self.handed(part, part.plan, body).params
 
     def refused(self, part: Part, error: GatewayError) -> None:
         """A decode leg's head was all of its answer, and an error."""
