@@ -10,8 +10,8 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -263,6 +263,19 @@ def names_of(leg: Record) -> set[str]:
     name = fields.get("rid") or fields["request_id"]
     rooms = fields["bootstrap_room"]
     return {f"{name}_{index}" for index in range(len(rooms))} if isinstance(rooms, list) else {name}
+
+
+@contextmanager
+def held(mocks: Iterable[SglangMock]) -> Iterator[None]:
+    """Have the engines of these workers stand still meanwhile: no leg that they have comes to its end."""
+    engines = [mock.engine for mock in mocks]
+    for engine in engines:
+        engine.hang(0)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.revive(0)
 
 
 async def soon(condition: Callable[[], bool], complaint: str, within: float = PATIENCE) -> None:

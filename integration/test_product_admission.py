@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import pytest
 from http_client import Exchange, Reply
-from product import Product, soon
+from product import Product, held, soon
 from standstill import Within
 from vllm_product import VllmProduct
 
@@ -49,19 +47,6 @@ def queued(product: Product) -> int:
 
 async def until_queued(product: Product, count: int) -> None:
     await soon(lambda: queued(product) == count, "they do not wait")
-
-
-@contextmanager
-def held(mocks: Iterable[SglangMock]) -> Iterator[None]:
-    """Have the engines of these workers stand still meanwhile: no leg that they have comes to its end."""
-    engines = [mock.engine for mock in mocks]
-    for engine in engines:
-        engine.hang(0)
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.revive(0)
 
 
 async def answers(exchanges: list[Exchange]) -> list[Reply]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from http2_client import Http2Client
-from product import PROMPT, Product, soon
+from product import PROMPT, Product, held, soon
 
 from extproc.mock import Fault, Point
 
@@ -56,16 +55,6 @@ async def running() -> AsyncIterator[Product]:
         yield product
 
 
-@contextmanager
-def prefill_at_rest(product: Product) -> Iterator[None]:
-    """The prefill worker takes legs, and does not begin with them before the end of the block."""
-    product.prefill.engine.hang(0)
-    try:
-        yield
-    finally:
-        product.prefill.engine.revive(0)
-
-
 # -- the prefill leg holds nothing back -------------------------------------------------------------------------------
 
 SLOW = {"before its head": Fault(until=asyncio.Event()), "in its body": Fault(hang=Point.MID_BODY)}
@@ -93,7 +82,7 @@ async def test_prompt_logprobs_wait_for_the_prefills_answer(product: Product):
 
 @pytest.mark.parametrize("kind", ["generate", "messages", "responses"])
 async def test_an_early_head_comes_early(product: Product, kind):
-    with prefill_at_rest(product):
+    with held([product.prefill]):
         exchange = await product.client.open(*STREAMS[kind])
         assert (await exchange.head()).status == 200
     assert (await exchange.whole()).events
@@ -165,7 +154,7 @@ async def test_a_workers_load_lasts_as_long_as_its_leg(product: Product, kind):
     samples = STREAMS[kind][1].get("n", 1)
     for mock in product.decodes:
         mock.fail(Fault(hang=Point.MID_BODY, after_chunks=2))
-    with prefill_at_rest(product):
+    with held([product.prefill]):
         exchange = await product.client.open(*STREAMS[kind])
         await product.prefill.received(samples)
         assert product.load[product.prefill.url] == samples
@@ -182,7 +171,7 @@ async def test_a_workers_load_lasts_as_long_as_its_leg(product: Product, kind):
 
 
 async def test_many_requests_at_once(product: Product):
-    with prefill_at_rest(product):
+    with held([product.prefill]):
         exchanges = [await product.client.open(*STREAMS["chat"]) for _ in range(100)]
         await product.prefill.received(100)
         assert product.gateway.alive == 100
