@@ -109,7 +109,8 @@ class RequestMetrics:
         if record.kv:
             self._caches.labels(record.handoff, record.kv).value += 1
         # From 0 on: Prometheus takes what a series begins with for no increase.
-        self._retries.labels(record.handoff).value += record.attempts - 1
+        if record.handoff or record.attempts > 1:
+            self._retries.labels(record.handoff).value += record.attempts - 1
         started = record.started
         self._duration.labels(record.api).observe(record.ended - started)
         if record.queued:

@@ -109,6 +109,14 @@ def test_otherwise_none_does(caplog):
     )
 
 
+def test_who_was_given_to_nobody_is_no_handoff_without_retries():
+    metrics = Metrics()
+    record = Record(1.0)
+    record.ended = 2.0
+    RequestMetrics(metrics).finished(record)
+    assert "pd_retries_total{" not in metrics.render().decode()
+
+
 def test_another_attempt_is_counted_and_named(caplog):
     seen = Seen(caplog, (500, b"kaputt"), (200, ANSWER))
     assert (seen.headers["x-pd-attempts"], seen.line["attempts"]) == ("2", 2)
