@@ -8,8 +8,9 @@ from product import Product, soon
 from rpc_product import nothing_left
 from tokenizers import Tokenizer
 
+from extproc.handoff.grpc_vllm import ANY_TOKEN
 from extproc.mock import RpcMock
-from extproc.mock.generation import Limits
+from extproc.mock.generation import Limits, Prompt
 from extproc.mock.rpc import model
 from extproc.mock.rpc.engines import MOONCAKE, NIXL
 
@@ -21,18 +22,29 @@ FLOWS = {
 }
 RECEIVING = 0.5
 WORDS = 30  # of an answer that nothing limits
+_ORDERED = Prompt(ids=(ANY_TOKEN,)).digest  # the prompt of the gateway's own calls
 
 
 class StrictMock(RpcMock):
     """A worker whose ``legs`` are clients' alone.
 
     Of a transfer that has failed the gateway leaves nothing by calls of its own (exchange/orders.py), which it makes
-    when it suits the engines: seconds after the request, when another test may have begun.
+    when it suits the engines: seconds after the request, when another test may have begun. Of what a decode might still
+    have asked for, and has not, the prefill keeps a block for its lease: so its ``pins`` are without those.
     """
 
     @property
     def legs(self) -> list[Any]:
         return [leg for leg in super().legs if not leg.message.request_id.startswith("order-")]  # type: ignore[attr-defined]
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """See RpcMock. Those of the gateway's calls are freed, as their lease would do."""
+        pins = self._vllm.pins
+        for key in pins.keys:
+            if pins.digest(key) == _ORDERED:
+                pins.release(key)
+        return pins.keys
 
 
 class StrictProduct(Product):
