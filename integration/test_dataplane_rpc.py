@@ -156,13 +156,12 @@ async def test_messages_come_as_they_are_sent_and_so_does_the_answer(stage: Stag
     await second.gone()
 
 
-async def test_a_short_answer_is_there_whole_before_the_second_call(stage: Stage, worker: RpcWorker) -> None:
-    """Envoy opens that only when the first has said what it thinks of the trailers."""
+async def test_a_short_answer_may_be_there_whole_before_the_second_call(stage: Stage, worker: RpcWorker) -> None:
+    """If it comes to Envoy in one piece, that opens the second call only when the first has let the trailers pass."""
     worker.behave = says(b"one", b"two")
     asked, call = await called(stage, worker)
     await mark(call, "a")
     await call.next("response_trailers")
-    assert stage.service.calls.empty()
     await call.send(PASS_TRAILERS)
     second = await stage.second("a")
     await second.head(**EVENTS)
