@@ -15,6 +15,7 @@ from transcode_rig import TOKENIZER, TOKENS, asked_of, complete, cut, ids, prefi
 from extproc.engines.frames import PREFIX, frame
 from extproc.errors import GatewayError
 from extproc.text.tokenizer import Prepared
+from extproc.transcode import logprobs
 from extproc.transcode.frames import Frames
 
 PROMPT = Prepared("Hello world", tuple(ids("Hello", " world")))
@@ -50,6 +51,60 @@ def answer(path: str, body: dict[str, Any], pieces: Sequence[bytes]) -> bytes:
     out = b"".join(map(transcoder.feed, pieces)) + transcoder.end(0)
     assert transcoder.complete
     return out
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "stream"])
+@pytest.mark.parametrize("meanwhile", [1, 2, 3])
+def test_what_comes_while_a_long_prompt_is_made_comes_behind_it(
+    fields: dict[str, Any], meanwhile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the prompt and of the answer are the same lists, and the former are made in a thread."""
+    prompt = Prepared("Hello world" * 60, tuple(ids("Hello", " world") * 60))
+    path, body = APIS["completions_logprobs"]
+    asked = asked_of(path, body | fields)
+    data = reply(stream_of([ids("Hello"), ids(" river"), ids("</s>")], alternatives=1))
+    pieces: list[bytes | None] = [*cut(data, [40, 60]), None]
+
+    def said(during: int) -> bytes:
+        transcoder = transcoder_of(asked, prompt)
+        work = transcoder.prefilled(prefill_of(prompt.ids, logprobs=True))
+        assert work is not None
+        out: list[bytes] = []
+        left = list(pieces)
+
+        def come(count: int) -> None:
+            now = [left.pop(0) for _ in range(min(count, len(left)))]
+            out.extend(transcoder.end(0) if piece is None else transcoder.feed(piece) for piece in now)
+
+        behind, rows = logprobs._behind, 0
+
+        def interrupted(*row: Any) -> int:
+            nonlocal rows
+            rows += 1
+            if rows == len(prompt.ids) // 2:
+                come(during)
+            return behind(*row)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(logprobs, "_behind", interrupted)
+            work()
+        assert not any(out)
+        transcoder.prompt_made()
+        out.append(transcoder.feed(b""))
+        come(len(left))
+        assert transcoder.complete
+        return b"".join(out)
+
+    assert joined_rows(said(meanwhile)) == joined_rows(said(0))
+
+
+def joined_rows(answer: bytes) -> list[Any]:
+    """Of each token text, value and offset, in order."""
+    said = [line.removeprefix(b"data: ") for line in answer.splitlines()]
+    choices = [choice for each in said if each[:1] == b"{" for choice in json.loads(each)["choices"]]
+    found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    members = ("tokens", "token_logprobs", "text_offset")
+    return [row for each in found for row in zip(*(each[member] for member in members), strict=True)]
 
 
 def joined(stream: bytes) -> Any:
