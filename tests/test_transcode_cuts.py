@@ -58,7 +58,7 @@ def answer(path: str, body: dict[str, Any], pieces: Sequence[bytes]) -> bytes:
 def test_what_comes_while_a_long_prompt_is_made_comes_behind_it(
     fields: dict[str, Any], meanwhile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of the prompt and of the answer are the same lists, and the former are made in a thread."""
+    """The prompt's rows are made in a thread, and the answer's meanwhile."""
     prompt = Prepared("Hello world" * 60, tuple(ids("Hello", " world") * 60))
     path, body = APIS["completions_logprobs"]
     asked = asked_of(path, body | fields)

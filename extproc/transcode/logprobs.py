@@ -98,6 +98,25 @@ class ChatRows:
         return b'{"content":[%b]}' % b",".join(rows)
 
 
+class _Columns:
+    """Rows as Completions have them: a list for each member."""
+
+    __slots__ = ("offsets", "tokens", "tops", "values")
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.values: list[float | None] = []
+        self.tokens: list[bytes] = []
+        self.tops: list[bytes] = []
+
+    def append(self, offset: int, token: bytes, value: float | None, tops: bytes) -> None:
+        """One more row."""
+        self.offsets.append(offset)
+        self.values.append(value if value is None or value > _LEAST else _LEAST)
+        self.tokens.append(token)
+        self.tops.append(tops)
+
+
 class CompletionRows:
     """``choices[].logprobs`` of Completions.
 
@@ -106,65 +125,53 @@ class CompletionRows:
         halves: how parts of characters are shown.
     """
 
-    __slots__ = ("_at", "_most", "_offsets", "_sequel", "_tokens", "_tops", "_values", "_vocabulary")
+    __slots__ = ("_at", "_most", "_prompt", "_rows", "_sequel", "_start", "_vocabulary")
 
     def __init__(self, tokenizer: Tokenizer, most: int, halves: Halves, *, as_ids: bool = False) -> None:
         self._vocabulary = Vocabulary(tokenizer, halves, as_ids=as_ids)
         self._sequel = Sequel(self._vocabulary)
         self._most = most
-        self._at = 0  # characters of the text so far
-        self._clear()
+        self._rows = _Columns()
+        self._at = 0  # characters of the answer's text so far
+        self._prompt = _Columns()
+        self._start = 0  # of the answer's text, behind an echo
 
     def add(self, row: Row, piece: str) -> None:
         """See :class:`extproc.transcode.output.Rows`."""
         sequel = self._sequel
         token = sequel[row.id].text
-        self._append(token, _LEAST if row.value is None else row.value, self._tops_of(row, token, sequel))
+        self._rows.append(
+            self._at, token, _LEAST if row.value is None else row.value, self._tops_of(row, token, sequel)
+        )
         sequel.add(row.id)
         self._at += len(piece)
 
     def echo(self, tokenizer: Tokenizer, text: str, prompt: Iterable[tuple[Row, str]]) -> None:
-        """Put the prompt, whose text is ``text``, before all else; what is no part of it (a BOS) has no room there."""
-        own = self._offsets, self._values, self._tokens, self._tops
-        length, self._at = self._at, 0
-        self._clear()
-        sequel = Sequel(self._vocabulary)
+        """Put the prompt, whose text is ``text``, before all else; what is no part of it (a BOS) has no room there.
+
+        In any thread, while others :meth:`add`: it changes nothing that they do.
+        """
+        rows, at, sequel = _Columns(), 0, Sequel(self._vocabulary)
         for row, piece in prompt:
             if row.value is None:
-                self._append(self._vocabulary[row.id].text, None, _NULL)
+                rows.append(at, self._vocabulary[row.id].text, None, _NULL)
             else:
                 token = sequel[row.id].text
-                self._append(token, row.value, self._tops_of(row, token, sequel))
+                rows.append(at, token, row.value, self._tops_of(row, token, sequel))
                 sequel.add(row.id)
-            self._at = _behind(tokenizer, row.id, piece, text, self._at)
-        self._offsets += [len(text) + offset for offset in own[0]]
-        self._values += own[1]
-        self._tokens += own[2]
-        self._tops += own[3]
-        self._at = len(text) + length
+            at = _behind(tokenizer, row.id, piece, text, at)
+        self._prompt, self._start = rows, len(text)
 
     def take(self) -> bytes:
         """The rows that were not taken before."""
-        taken = b'{"text_offset":%b,"token_logprobs":%b,"tokens":[%b],"top_logprobs":[%b]}' % (
-            orjson.dumps(self._offsets),
-            orjson.dumps(self._values),
-            b",".join(self._tokens),
-            b",".join(self._tops),
+        prompt, rows, start = self._prompt, self._rows, self._start
+        self._prompt, self._rows = _Columns(), _Columns()
+        return b'{"text_offset":%b,"token_logprobs":%b,"tokens":[%b],"top_logprobs":[%b]}' % (
+            orjson.dumps(prompt.offsets + [start + offset for offset in rows.offsets]),
+            orjson.dumps(prompt.values + rows.values),
+            b",".join(prompt.tokens + rows.tokens),
+            b",".join(prompt.tops + rows.tops),
         )
-        self._clear()
-        return taken
-
-    def _clear(self) -> None:
-        self._offsets: list[int] = []
-        self._values: list[float | None] = []
-        self._tokens: list[bytes] = []
-        self._tops: list[bytes] = []
-
-    def _append(self, token: bytes, value: float | None, tops: bytes) -> None:
-        self._offsets.append(self._at)
-        self._values.append(value if value is None or value > _LEAST else _LEAST)
-        self._tokens.append(token)
-        self._tops.append(tops)
 
     def _tops_of(self, row: Row, token: bytes, sequel: Sequel) -> bytes:
         """Alternatives by their text."""

@@ -105,9 +105,6 @@ class Transcoder:
         self._heard = False  # a message
         self._spoke = False
         self._ended = False  # by trailers that say that all is well
-        # What has come of the reply while a thread makes the prompt's rows: its own go into the same lists, behind.
-        self._pending: list[bytes] | None = None
-        self._ends_then = False  # that is all of it
 
     @property
     def waits(self) -> bool:
@@ -135,7 +132,6 @@ class Transcoder:
             return None
         logprobs = self._checked(complete.prompt_logprobs)
         if len(logprobs.ids) > _FEW:
-            self._pending = []
             return partial(self._writer.prompt, logprobs)
         self._writer.prompt(logprobs)
         self._waits = False
@@ -153,11 +149,6 @@ class Transcoder:
         """
         if self.complete:
             return b""
-        if self._pending is not None:
-            self._pending.append(data)
-            if self._waits:
-                return b""
-            data, self._pending = b"".join(self._pending), None
         try:
             for message in () if self.stopped else self._frames.feed(data):
                 self._take(self._event_of(message))
@@ -165,8 +156,7 @@ class Transcoder:
                     break
         except GatewayError as error:
             return self.fail(error)
-        given = self._given()
-        return given + self.end(_OK) if self._ends_then else given
+        return self._given()
 
     def end(self, status: int, message: str = "", *, constraint: bool = False) -> bytes:
         """The reply's trailers. Returns the rest of the answer.
@@ -183,9 +173,6 @@ class Transcoder:
             return b""
         if status != _OK:
             return self.fail(_refused(status, message, constraint=constraint))
-        if self._pending is not None:
-            self._ends_then = True
-            return self.feed(b"")
         if self._frames.unfinished:
             return self.fail(bad_reply("it ends within a message"))
         if self._output.finish is None:
