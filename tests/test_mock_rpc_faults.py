@@ -125,14 +125,20 @@ async def test_the_head_comes_before_anything_is_known(mock: RpcMock) -> None:
         call.cancel()
 
 
-async def test_it_goes_on_when_it_is_let_go(mock: RpcMock) -> None:
-    go_on = asyncio.Event()
-    mock.fail(Fault(hang=Point.MID_BODY, after_chunks=2, until=go_on))
+async def held(mock: RpcMock, fault: Fault) -> asyncio.Future[Any]:
+    """A stream that is under way, and stays so until the fault lets it go."""
+    mock.fail(fault)
     asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, stream=True)))
     (leg,) = await mock.received()
     for _ in range(10):
         await asyncio.sleep(0)
     assert leg.ended is None
+    return asking
+
+
+async def test_it_goes_on_when_it_is_let_go(mock: RpcMock) -> None:
+    go_on = asyncio.Event()
+    asking = await held(mock, Fault(hang=Point.MID_BODY, after_chunks=2, until=go_on))
     go_on.set()
     assert (await asking).streamed == WORDS
     mock.behave()
@@ -147,12 +153,7 @@ async def test_it_goes_on_when_it_is_let_go(mock: RpcMock) -> None:
 
 async def test_its_connection_breaks_off_when_it_is_let_go(mock: RpcMock) -> None:
     go_on = asyncio.Event()
-    mock.fail(Fault(hang=Point.MID_BODY, drop=Point.MID_BODY, until=go_on))
-    asking = asyncio.ensure_future(ask(mock, to_vllm(IDS, stream=True)))
-    (leg,) = await mock.received()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert leg.ended is None
+    asking = await held(mock, Fault(hang=Point.MID_BODY, drop=Point.MID_BODY, until=go_on))
     go_on.set()
     answer = await asking
     assert (answer.code, len(answer.chunks)) == (GONE, 1)

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from extproc.mock.engine import AnySequence, Batch, Engine, InternalError, Pace, RequestError
+from extproc.mock.tasks import looked_at
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -47,11 +48,6 @@ class Runner(Generic[AnySequence]):
     async def stop(self) -> None:
         """The same, and wait for it."""
         await cancel(self._unheard)
-
-    def _forget(self, work: asyncio.Future[Any]) -> None:
-        self._unheard.discard(work)
-        if not work.cancelled():
-            work.exception()  # of which nobody is left to hear
 
     async def run(self, exchange: Exchange, api: Api[AnySequence]) -> None:
         """Answer a request; raises CrashError where the engine's process ends."""
@@ -162,7 +158,8 @@ class Runner(Generic[AnySequence]):
         except asyncio.CancelledError:
             batch.unheard = True
             self._unheard.add(future)
-            future.add_done_callback(self._forget)
+            future.add_done_callback(self._unheard.discard)
+            future.add_done_callback(looked_at)
             future.add_done_callback(lambda _: self._engine.release(batch))
             asyncio.get_running_loop().call_later(self._disconnect_delay, future.cancel)
             raise

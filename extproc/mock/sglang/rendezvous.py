@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from extproc.mock.engine import CrashError
 from extproc.mock.lines import Lines
+from extproc.mock.tasks import looked_at
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -279,7 +280,7 @@ class Prefills:
         task = self._peers.get(address)
         if task is None:
             task = self._peers[address] = asyncio.get_running_loop().create_task(self._connect(address))
-            task.add_done_callback(_heard)  # those who wait for it may have left
+            task.add_done_callback(looked_at)  # those who wait for it may have left
         return task.result() if task.done() else await asyncio.shield(task)
 
     def lost(self, address: tuple[str, int], peer: PrefillPeer) -> None:
@@ -319,11 +320,6 @@ class Prefills:
                 await asyncio.sleep(self._connect_patience / 15)
             else:
                 return peer
-
-
-def _heard(task: asyncio.Task[PrefillPeer]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _fail_all(address: str, waiting: dict[int, Future[None]]) -> None:

@@ -28,6 +28,7 @@ from extproc.mock.exchange import Exchange
 from extproc.mock.faults import Faults
 from extproc.mock.http_server import HttpServer
 from extproc.mock.recorder import Outcome, Recorder
+from extproc.mock.tasks import looked_at
 from extproc.mock.vllm.engine import Connector, Engine, Role, Sequence, core_id
 from extproc.mock.vllm.peers import Listener, LoadError, LostError, Peers
 
@@ -141,8 +142,7 @@ class Mooncake(Connector):
 
     def _pulled(self, pull: asyncio.Task[int]) -> None:
         self._tasks.discard(pull)
-        if not pull.cancelled():
-            pull.exception()  # who wanted it may have left
+        looked_at(pull)  # who wanted it may have left
 
     def release_remote(self, params: dict[str, Any], rank: int) -> None:
         """The blocks are asked for, so that they get free; without an address this is a ``KeyError`` in the core."""

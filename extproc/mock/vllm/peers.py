@@ -13,6 +13,7 @@ from collections.abc import Callable
 from urllib.parse import quote, unquote
 
 from extproc.mock.lines import Lines
+from extproc.mock.tasks import looked_at
 
 
 class LoadError(Exception):
@@ -75,7 +76,7 @@ class Peers:
         task = self._peers.get(address)
         if task is None or (task.done() and _dead(task)):
             task = self._peers[address] = asyncio.get_running_loop().create_task(_connect(host, port))
-            task.add_done_callback(_looked_at)  # who wanted it may have left
+            task.add_done_callback(looked_at)  # who wanted it may have left
         return await asyncio.shield(task)
 
     def close(self) -> None:
@@ -85,11 +86,6 @@ class Peers:
                 task.result().transport.abort()
             task.cancel()
         self._peers.clear()
-
-
-def _looked_at(task: asyncio.Task[PrefillPeer]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _dead(task: asyncio.Task[PrefillPeer]) -> bool:
